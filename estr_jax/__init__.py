@@ -1,0 +1,1 @@
+"""Asynchronous reinforcement learning of language models with entropy-scaled trust regions (ESTR)."""

@@ -1,0 +1,111 @@
+"""The records that cross a room's border.
+
+Shape legend: B sequences, T tokens, V vocabulary, G groups in a batch, N samples of a group, D model width,
+S sampler slots, L layers.
+
+Alignment, everywhere: index t of a token-aligned array speaks of token t itself, so `logprob[t]` is
+log mu(tokens[t] | tokens[:t]). Entropies and log-probs are in nats. A version is the number of optimizer
+updates that made a set of weights. `mask` is always the data mask (True = sampled by the policy); `keep`
+is always the trust region.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+Params = Any  # a nested dict of arrays
+
+NO_VERSION = -1  # the version of a token that no policy sampled
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+  """One request for one trajectory. Host.
+
+  The `group_size` prompts of one group share `group` and `tokens` and differ in `id`, which names the
+  trajectory for ever: its random key, its lease and its place in the queue are derived from it.
+  """
+
+  id: int  # group * group_size + index within the group
+  group: int  # position in the seeded prompt stream
+  tokens: np.ndarray  # i32 [P]
+  answer: str  # what the reward function compares with
+  task: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+  """One finished rollout, token-aligned, prompt included. Host numpy; every array has length T."""
+
+  tokens: np.ndarray  # i32 [T]
+  mask: np.ndarray  # bool [T]; False for prompt, tool and observation tokens
+  logprob: np.ndarray  # f32 [T]; log mu at the sampling temperature; 0 where not mask
+  entropy: np.ndarray  # f32 [T]; full-vocabulary H of mu, nats, at the sampling temperature; 0 where not mask
+  version: np.ndarray  # i32 [T]; NO_VERSION where not mask
+  reward: float
+  prompt_id: int
+  group: int
+  task: str
+  finish: str  # "stop" (the policy ended it), "length" (no room left), "environment" (the environment ended it)
+  turns: int  # how often the policy was given the word
+  seconds: float  # from admission to a slot until the end
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """What one update consumes. Device; padded, or packed where a row holds several segments."""
+
+  tokens: jax.Array  # i32 [B, T]
+  mask: jax.Array  # bool [B, T]
+  logprob: jax.Array  # f32 [B, T]
+  entropy: jax.Array  # f32 [B, T]
+  version: jax.Array  # i32 [B, T]
+  segment: jax.Array  # i32 [B, T]; 0 = padding, 1.. = the sequences of a row
+  advantage: jax.Array  # f32 [B, T]
+  proximal: jax.Array | None = None  # f32 [B, T]; log q, recomputed by the learner before its update
+
+
+class TokenLoss(NamedTuple):
+  """What a loss returns: per token, never a scalar. See `objective.losses` for the contract."""
+
+  value: jax.Array  # f32 [B, T]; already zero where not keep
+  keep: jax.Array  # bool [B, T]; the trust region
+  clipped: jax.Array  # bool [B, T]; kept tokens whose gradient the clip removed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """The learner's state; `step` is also the version of `params`."""
+
+  step: jax.Array  # i32 []
+  params: Params
+  opt_state: Any
+
+
+class Weights(NamedTuple):
+  """Parameters and the number of updates that made them."""
+
+  version: int
+  params: Params
+
+
+class Mean(NamedTuple):
+  """A metric that adds correctly across microbatches, hosts and steps: sum it, then divide once.
+
+  `total` and `count` are scalars, or vectors of one shape for a metric by bin.
+  """
+
+  total: jax.Array | np.ndarray | float
+  count: jax.Array | np.ndarray | float
+
+  def merge(self, other: "Mean") -> "Mean":
+    return Mean(self.total + other.total, self.count + other.count)
+
+  def value(self) -> np.ndarray:
+    """The mean as numpy; NaN where nothing was counted."""
+    total, count = np.asarray(self.total, np.float64), np.asarray(self.count, np.float64)
+    return np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
