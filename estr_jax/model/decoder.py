@@ -1,0 +1,215 @@
+"""The decoder: one transformer whose flags cover Llama, Qwen2.5 and Qwen3.
+
+The layers are Flax NNX modules, stacked along a leading axis and scanned. The other rooms see pure
+functions of a nested dict of float32 parameters: `init`, `forward` for whole sequences, `extend` for
+sequences that grow in a key-value cache, and `head_kernel`.
+"""
+
+import dataclasses
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from estr_jax.model.attention import attend, rotate
+from estr_jax.structs import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+  """The shape of a decoder. Hashable, so that it can be a static argument."""
+
+  vocab_size: int
+  width: int
+  layers: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  mlp_width: int
+  rope_theta: float
+  norm_eps: float
+  qkv_bias: bool  # Qwen2.5
+  qk_norm: bool  # Qwen3
+  tied_head: bool
+  dtype: str = "float32"  # of the computation; parameters, softmax and scoring are float32
+  remat: str = "none"  # a key of REMAT
+
+
+# What the backward pass keeps of each layer.
+REMAT = {
+  "none": lambda body: body,
+  "dots": lambda body: jax.checkpoint(body, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+  "full": jax.checkpoint,
+}
+
+
+class Attention(nnx.Module):
+  """Projections, optional biases and query-key norms; the keys come from the caller."""
+
+  def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    c = config
+    linear = functools.partial(nnx.LinearGeneral, dtype=c.dtype, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
+    self.q = linear(c.width, (c.heads, c.head_dim), use_bias=c.qkv_bias)
+    self.k = linear(c.width, (c.kv_heads, c.head_dim), use_bias=c.qkv_bias)
+    self.v = linear(c.width, (c.kv_heads, c.head_dim), use_bias=c.qkv_bias)
+    self.o = linear((c.heads, c.head_dim), c.width, axis=(-2, -1), use_bias=False)
+    if c.qk_norm:
+      norm = functools.partial(nnx.RMSNorm, c.head_dim, epsilon=c.norm_eps, dtype=c.dtype, rngs=rngs)
+      self.q_norm, self.k_norm = norm(), norm()
+    self.qk_norm, self.theta = c.qk_norm, c.rope_theta
+
+  def project(self, x_BTD: jax.Array, position_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+    if self.qk_norm:
+      q, k = self.q_norm(q), self.k_norm(k)
+    return rotate(q, position_BT, self.theta), rotate(k, position_BT, self.theta), v
+
+
+class SwiGLU(nnx.Module):
+  """The gated feed-forward layer (Shazeer, arXiv 2002.05202)."""
+
+  def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    c = config
+    linear = functools.partial(
+      nnx.Linear, use_bias=False, dtype=c.dtype, kernel_init=nnx.initializers.normal(0.02), rngs=rngs
+    )
+    self.gate = linear(c.width, c.mlp_width)
+    self.up = linear(c.width, c.mlp_width)
+    self.down = linear(c.mlp_width, c.width)
+
+  def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Layer(nnx.Module):
+  """Pre-norm attention and feed-forward, with the meeting of queries and keys left to the caller."""
+
+  def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    norm = functools.partial(nnx.RMSNorm, config.width, epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs)
+    self.attention_norm, self.mlp_norm = norm(), norm()
+    self.attention = Attention(config, rngs)
+    self.mlp = SwiGLU(config, rngs)
+
+  def project(self, x_BTD: jax.Array, position_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return self.attention.project(self.attention_norm(x_BTD), position_BT)
+
+  def finish(self, x_BTD: jax.Array, attended_BTHK: jax.Array) -> jax.Array:
+    x_BTD = x_BTD + self.attention.o(attended_BTHK)
+    return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Decoder(nnx.Module):
+  """Embedding, stacked layers, final norm and, unless tied, a head."""
+
+  def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    c = config
+    embedding_init = nnx.initializers.normal(0.02)
+    self.embed = nnx.Embed(c.vocab_size, c.width, dtype=c.dtype, embedding_init=embedding_init, rngs=rngs)
+    self.layers = nnx.vmap(lambda r: Layer(c, r), in_axes=0, out_axes=0)(rngs.fork(split=c.layers))
+    self.final_norm = nnx.RMSNorm(c.width, epsilon=c.norm_eps, dtype=c.dtype, rngs=rngs)
+    if not c.tied_head:
+      self.head = nnx.Linear(c.width, c.vocab_size, use_bias=False, kernel_init=embedding_init, rngs=rngs)
+
+
+@functools.cache
+def _graphs(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.GraphDef]:
+  """The static halves of the whole decoder and of one of its layers."""
+  decoder = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+  layer = nnx.eval_shape(lambda: Layer(config, nnx.Rngs(0)))
+  return nnx.split(decoder)[0], nnx.split(layer)[0]
+
+
+def init(config: DecoderConfig, key: jax.Array) -> Params:
+  """Random float32 parameters as a nested dict; every leaf below "layers" is stacked along axis 0."""
+  return nnx.to_pure_dict(nnx.split(Decoder(config, nnx.Rngs(key)))[1])
+
+
+def abstract_params(config: DecoderConfig) -> Params:
+  """The shapes and dtypes of `init`, without computing it."""
+  return jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+
+
+def head_kernel(config: DecoderConfig, params: Params) -> jax.Array:
+  """The output projection [D, V]."""
+  return params["embed"]["embedding"].T if config.tied_head else params["head"]["kernel"]
+
+
+def positions(segment_BT: jax.Array) -> jax.Array:
+  """Each token's place within its own segment; segments are contiguous."""
+  index_T = jnp.arange(segment_BT.shape[1])
+  first = jnp.concatenate([jnp.ones_like(segment_BT[:, :1], bool), segment_BT[:, 1:] != segment_BT[:, :-1]], axis=1)
+  return index_T - jax.lax.cummax(jnp.where(first, index_T, 0), axis=1)
+
+
+def forward(config: DecoderConfig, params: Params, tokens_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
+  """Hidden states [B, T, D] after the final norm, for whole sequences, padded or packed.
+
+  A token sees the tokens of its own segment up to itself; segment 0 is padding.
+  """
+  decoder_graph, layer_graph = _graphs(config)
+  decoder = nnx.merge(decoder_graph, params)
+  position_BT = positions(segment_BT)
+  index_T = jnp.arange(tokens_BT.shape[1])
+  causal_TS = index_T[:, None] >= index_T[None, :]
+  visible_BTS = causal_TS & (segment_BT[:, :, None] == segment_BT[:, None, :])
+
+  def body(x_BTD, layer_params):
+    layer = nnx.merge(layer_graph, layer_params)
+    return layer.finish(x_BTD, attend(*layer.project(x_BTD, position_BT), visible_BTS)), None
+
+  x_BTD, _ = jax.lax.scan(REMAT[config.remat](body), decoder.embed(tokens_BT), params["layers"])
+  return decoder.final_norm(x_BTD)
+
+
+@flax.struct.dataclass
+class Cache:
+  """Keys and values of S slots, indexed by position."""
+
+  k: jax.Array  # [L, S, T, J, K]
+  v: jax.Array  # [L, S, T, J, K]
+
+
+def empty_cache(config: DecoderConfig, slots: int, length: int) -> Cache:
+  shape = (config.layers, slots, length, config.kv_heads, config.head_dim)
+  return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+
+
+def extend(
+  config: DecoderConfig, params: Params, tokens_RC: jax.Array, position_RC: jax.Array, rows_R: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+  """Feeds C further tokens to R slots of the cache: C = 1 is a decode step, C > 1 a prefill or an observation.
+
+  Args:
+    config, params: the decoder.
+    tokens_RC: the tokens.
+    position_RC: their positions, consecutive along C; -1 marks a token that is not there, whose keys are not written.
+    rows_R: which slots; distinct, or out of range for rows that are not there.
+    cache: must hold the keys of all earlier positions of those slots.
+
+  Returns:
+    Hidden states [R, C, D] after the final norm, and the cache.
+  """
+  decoder_graph, layer_graph = _graphs(config)
+  decoder = nnx.merge(decoder_graph, params)
+  _, S, T, _, _ = cache.k.shape
+  written_RC = jnp.where(position_RC < 0, T, position_RC)  # T is out of range, and dropped
+  visible_RCT = jnp.arange(T) <= position_RC[:, :, None]
+  all_slots = rows_R.shape[0] == S  # then rows_R is arange(S), and no gather of rows is needed
+
+  def body(carry, xs):
+    x_RCD, k, v = carry
+    layer_params, index = xs
+    layer = nnx.merge(layer_graph, layer_params)
+    q, k_new, v_new = layer.project(x_RCD, position_RC)
+    k = k.at[index, rows_R[:, None], written_RC].set(k_new, mode="drop")
+    v = v.at[index, rows_R[:, None], written_RC].set(v_new, mode="drop")
+    k_rows, v_rows = (jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for a in (k, v))
+    if not all_slots:
+      k_rows, v_rows = (a.at[rows_R].get(mode="clip") for a in (k_rows, v_rows))
+    return (layer.finish(x_RCD, attend(q, k_rows, v_rows, visible_RCT)), k, v), None
+
+  carry = (decoder.embed(tokens_RC), cache.k, cache.v)
+  (x_RCD, k, v), _ = jax.lax.scan(body, carry, (params["layers"], jnp.arange(config.layers)))
+  return decoder.final_norm(x_RCD), Cache(k, v)
