@@ -1,0 +1,69 @@
+"""The one definition of a token's log-prob and of a policy's entropy, shared by sampler and learner."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+def score_logits(logits_V: jax.Array, targets: jax.Array, *, temperature: float) -> tuple[jax.Array, jax.Array]:
+  """Log-prob of the targets and full-vocabulary entropy of softmax(logits / temperature), in nats.
+
+  Both are taken after the temperature, of the whole vocabulary and in float32: a top-k entropy or one of the
+  unscaled logits would silently rescale the trust region.
+
+  Args:
+    logits_V: [..., V], any float dtype.
+    targets: i32 [...].
+    temperature: of the sampling distribution, above 0.
+
+  Returns:
+    (logprob, entropy), float32 [...]; log-probs are at most 0. The entropy carries no gradient.
+  """
+  logprob_V = jax.nn.log_softmax(logits_V.astype(jnp.float32) / temperature, axis=-1)
+  logprob = jnp.take_along_axis(logprob_V, targets[..., None], axis=-1)[..., 0]
+  frozen_V = jax.lax.stop_gradient(logprob_V)
+  probability_V = jnp.exp(frozen_V)
+  entropy = -jnp.sum(jnp.where(probability_V > 0, probability_V * frozen_V, 0.0), axis=-1)
+  return jnp.minimum(logprob, 0.0), entropy
+
+
+def logits(hidden_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
+  """Logits [..., V] in float32."""
+  return jnp.einsum("...D,DV->...V", hidden_BTD, head_DV.astype(hidden_BTD.dtype), preferred_element_type=jnp.float32)
+
+
+def score(
+  hidden_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, *, temperature: float, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+  """`score_logits` from hidden states, `chunk` tokens of every sequence at a time.
+
+  At most [B, chunk, V] logits live at once, forward and backward: each chunk is recomputed in the backward pass.
+
+  Args:
+    hidden_BTD: hidden_BTD[:, t] is the state that predicts targets_BT[:, t].
+    head_DV: output projection.
+    targets_BT: i32.
+    temperature: above 0.
+    chunk: tokens along T; T is padded to a multiple of it.
+
+  Returns:
+    (logprob_BT, entropy_BT), float32.
+  """
+  B, T, D = hidden_BTD.shape
+  chunk = min(chunk, T)
+  pad = -T % chunk
+  hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, pad), (0, 0)))
+  targets_BT = jnp.pad(targets_BT, ((0, 0), (0, pad)))
+  chunks = (T + pad) // chunk
+  hidden = hidden_BTD.reshape(B, chunks, chunk, D).swapaxes(0, 1)
+  targets = targets_BT.reshape(B, chunks, chunk).swapaxes(0, 1)
+
+  @jax.checkpoint
+  def one(args):
+    hidden_BCD, targets_BC = args
+    return score_logits(logits(hidden_BCD, head_DV), targets_BC, temperature=temperature)
+
+  logprob, entropy = jax.lax.map(one, (hidden, targets))
+  unchunk = functools.partial(jnp.reshape, shape=(B, T + pad))
+  return unchunk(logprob.swapaxes(0, 1))[:, :T], unchunk(entropy.swapaxes(0, 1))[:, :T]
