@@ -1,0 +1,228 @@
+"""The learner's side of gRPC: the queue, the weight channel and the health service on one port."""
+
+import contextlib
+import dataclasses
+import hmac
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from typing import TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from estr_jax.errors import UserError
+from estr_jax.transport import estr_jax_pb2 as pb
+from estr_jax.transport import estr_jax_pb2_grpc as pb_grpc
+from estr_jax.transport import security, wire
+from estr_jax.transport.broker import Broker, Lease, StaleIncarnation
+from estr_jax.transport.security import Tls
+from estr_jax.transport.weights import WeightStore, stream
+
+# Threads of the pool, and how many of them may block in a wait or be busy with a stream of weights. The rest is always
+# free, so that a put, a beat or a health check never queues behind a sampler that has nothing to do.
+_THREADS, _WAITS, _STREAMS = 64, 40, 8
+# A blocked call looks this often whether its client or the server went away.
+_SLICE_S = 0.5
+_NAMES = ("estr_jax.transport.Rollouts", "estr_jax.transport.WeightChannel")
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+  """Answers in the background until `stop`."""
+
+  address: str  # with the port that was picked
+  _server: grpc.Server
+  _health: health.HealthServicer
+  _stopping: threading.Event
+
+  def stop(self, grace_s: float = 1.0) -> None:
+    """Refuses new calls and ends the present ones within `grace_s`; call `Broker.finish` and `farewell` before."""
+    self._health.enter_graceful_shutdown()
+    self._stopping.set()
+    self._server.stop(grace_s).wait()
+
+
+def serve(
+  address: str,
+  broker: Broker,
+  store: WeightStore,
+  *,
+  description: Mapping[str, str],
+  tls: Tls | None = None,
+  token: str | None = None,
+) -> Server:
+  """Starts the learner's services on `address` ("host:port"; port 0 picks a free one).
+
+  `description` says flatly what the model is; a sampler whose own differs is refused at Join.
+  Raises: UserError on a port in use, and beyond loopback without TLS and a token.
+  """
+  security.require_safe(address, tls, token)
+  # Without SO_REUSEPORT a second learner on the same port fails instead of stealing half of the calls.
+  options = [*security.MESSAGE_OPTIONS, ("grpc.so_reuseport", 0)]
+  interceptors = [] if token is None else [_TokenCheck(token)]
+  pool = futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="transport")
+  server = grpc.server(pool, interceptors=interceptors, options=options)
+  stopping = threading.Event()
+  waiter = _Waiter(stopping)
+  pb_grpc.add_RolloutsServicer_to_server(_Rollouts(broker, description, waiter), server)
+  pb_grpc.add_WeightChannelServicer_to_server(_WeightChannel(broker, store, waiter), server)
+  servicer = health.HealthServicer()
+  health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+  credentials = None if tls is None else security.server_credentials(tls)
+  try:
+    port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+  except RuntimeError:
+    port = 0
+  if port == 0:
+    pool.shutdown(wait=False)
+    raise UserError(f"cannot listen on {address}: the port is in use or the host is not ours; choose another address")
+  server.start()
+  for name in ("", *_NAMES):
+    servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+  return Server(f"{address.rpartition(':')[0]}:{port}", server, servicer, stopping)
+
+
+class _Waiter:
+  """Bounds how many threads of the pool block, and lets no blocked call outlive its client or the server."""
+
+  def __init__(self, stopping: threading.Event):
+    self._stopping = stopping
+    self._waits = threading.BoundedSemaphore(_WAITS)
+    self._streams = threading.BoundedSemaphore(_STREAMS)
+
+  def wait(
+    self, context: grpc.ServicerContext, wait_s: float, ask: Callable[[float], T], done: Callable[[T], bool]
+  ) -> T:
+    """Calls `ask(seconds)` in slices until `done`; at once, without waiting, where too many calls wait already."""
+    blocking = self._waits.acquire(blocking=False)
+    try:
+      deadline = time.monotonic() + (wait_s if blocking else 0.0)
+      while True:
+        left = deadline - time.monotonic()
+        answer = ask(max(0.0, min(_SLICE_S, left)))
+        if done(answer) or left <= _SLICE_S or self._stopping.is_set() or not context.is_active():
+          return answer
+    finally:
+      if blocking:
+        self._waits.release()
+
+  @contextlib.contextmanager
+  def streaming(self) -> Iterator[bool]:
+    """Whether the caller may stream now."""
+    free = self._streams.acquire(blocking=False)
+    try:
+      yield free
+    finally:
+      if free:
+        self._streams.release()
+
+
+class _Rollouts(pb_grpc.RolloutsServicer):
+  def __init__(self, broker: Broker, description: Mapping[str, str], waiter: _Waiter):
+    self._broker = broker
+    self._description = dict(description)
+    self._waiter = waiter
+
+  def Join(self, request, context):
+    with _answering(context):
+      _check_description(request.sampler, dict(request.description), self._description)
+      self._broker.join(request.sampler, request.pid)
+      return pb.JoinReply(incarnation=self._broker.incarnation, lease_timeout_s=self._broker.lease_timeout_s)
+
+  def Lease(self, request, context):
+    with _answering(context):
+      _check_incarnation(request.caller, self._broker)
+      holding = frozenset(request.holding)
+
+      def ask(seconds: float) -> Lease:
+        return self._broker.lease(request.caller.sampler, request.max_groups, seconds, holding=holding)
+
+      lease = self._waiter.wait(context, request.wait_s, ask, lambda answer: bool(answer.groups) or answer.finished)
+      groups = [pb.Group(prompts=[wire.prompt_to_message(prompt) for prompt in group]) for group in lease.groups]
+      return pb.LeaseReply(groups=groups, version=lease.version, finished=lease.finished)
+
+  def Put(self, request, context):
+    with _answering(context):
+      _check_incarnation(request.caller, self._broker)
+      trajectories = [wire.trajectory_from_message(message) for message in request.trajectories]
+      return pb.PutReply(receipt=self._broker.put(request.caller.sampler, trajectories))
+
+  def Beat(self, request, context):
+    with _answering(context):
+      _check_incarnation(request.caller, self._broker)
+      self._broker.beat(request.caller.sampler, request.state, request.seconds_in_state, request.version)
+      return pb.BeatReply()
+
+
+class _WeightChannel(pb_grpc.WeightChannelServicer):
+  def __init__(self, broker: Broker, store: WeightStore, waiter: _Waiter):
+    self._broker = broker
+    self._store = store
+    self._waiter = waiter
+
+  def Fetch(self, request, context):
+    with _answering(context):
+      _check_incarnation(request.caller, self._broker)
+      snapshot = self._waiter.wait(
+        context,
+        request.wait_s,
+        lambda seconds: self._store.snapshot_newer(request.have_version, seconds),
+        lambda answer: answer is not None,
+      )
+      if snapshot is None:
+        return
+      with self._waiter.streaming() as free:
+        if free:
+          # The learner may publish a version before it takes the next batch: what a sampler can hold is not the future.
+          self._broker.announce(snapshot.version)
+          yield from stream(snapshot)
+
+
+class _TokenCheck(grpc.ServerInterceptor):
+  """Refuses calls without the token; the health service stays open, since probes carry none."""
+
+  def __init__(self, token: str):
+    self._expected = dict(security.token_metadata(token))[security.TOKEN_HEADER].encode()
+
+  def intercept_service(self, continuation, details):
+    given = dict(details.invocation_metadata).get(security.TOKEN_HEADER, "")
+    if details.method.startswith("/grpc.health.") or hmac.compare_digest(given.encode(), self._expected):
+      return continuation(details)
+
+    def refuse(request, context):
+      context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not the learner's; give both sides the same one")
+
+    return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+@contextlib.contextmanager
+def _answering(context: grpc.ServicerContext) -> Iterator[None]:
+  """Turns what the caller can act on into a status; anything else is a fault of ours and keeps its traceback."""
+  try:
+    yield
+  except StaleIncarnation as fault:
+    context.abort(grpc.StatusCode.ABORTED, str(fault))
+  except UserError as fault:
+    context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(fault))
+  except ValueError as fault:
+    context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
+
+
+def _check_incarnation(caller: pb.Caller, broker: Broker) -> None:
+  if caller.incarnation != broker.incarnation:
+    raise StaleIncarnation(f"the learner restarted; {caller.sampler} has to drop its work and join again")
+
+
+def _check_description(sampler: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
+  for key in sorted({*theirs, *ours}):
+    if key not in theirs or key not in ours or theirs[key] != ours[key]:
+      there = f'"{theirs[key]}"' if key in theirs else "missing"
+      here = f'"{ours[key]}"' if key in ours else "missing"
+      raise UserError(
+        f"sampler {sampler} differs from the learner in {key}: {there} at the sampler, {here} at the learner; "
+        "start both from the same config"
+      )

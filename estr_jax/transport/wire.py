@@ -1,0 +1,82 @@
+"""Records to messages and back, bit for bit.
+
+Everything that arrives is checked for shape here; what a trajectory has to mean is checked in `admission`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from estr_jax.structs import Prompt, Trajectory
+from estr_jax.transport import estr_jax_pb2 as pb
+
+_I4, _F4, _U1 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
+_ARRAYS = {"tokens": _I4, "mask": _U1, "logprob": _F4, "entropy": _F4, "version": _I4}
+_TYPES = {"tokens": np.int32, "mask": np.bool_, "logprob": np.float32, "entropy": np.float32, "version": np.int32}
+
+
+def prompt_to_message(prompt: Prompt) -> pb.Prompt:
+  """Raises ValueError where `tokens` is not an i32 [P]."""
+  return pb.Prompt(
+    id=prompt.id,
+    group=prompt.group,
+    tokens=_to_bytes("tokens", prompt.tokens),
+    answer=prompt.answer,
+    task=prompt.task,
+  )
+
+
+def prompt_from_message(message: pb.Prompt) -> Prompt:
+  return Prompt(
+    id=message.id,
+    group=message.group,
+    tokens=_from_bytes("tokens", message.tokens),
+    answer=message.answer,
+    task=message.task,
+  )
+
+
+def groups_from_messages(messages: Sequence[pb.Group]) -> list[list[Prompt]]:
+  return [[prompt_from_message(prompt) for prompt in group.prompts] for group in messages]
+
+
+def trajectory_to_message(trajectory: Trajectory) -> pb.Trajectory:
+  """Raises ValueError, naming the field, where an array has not the type and rank that `Trajectory` states."""
+  return pb.Trajectory(
+    **{name: _to_bytes(name, getattr(trajectory, name)) for name in _ARRAYS},
+    reward=trajectory.reward,
+    prompt_id=trajectory.prompt_id,
+    group=trajectory.group,
+    task=trajectory.task,
+    finish=trajectory.finish,
+    turns=trajectory.turns,
+    seconds=trajectory.seconds,
+  )
+
+
+def trajectory_from_message(message: pb.Trajectory) -> Trajectory:
+  """Raises ValueError, naming the field, where the bytes are no whole number of elements."""
+  return Trajectory(
+    **{name: _from_bytes(name, getattr(message, name)) for name in _ARRAYS},
+    reward=message.reward,
+    prompt_id=message.prompt_id,
+    group=message.group,
+    task=message.task,
+    finish=message.finish,
+    turns=message.turns,
+    seconds=message.seconds,
+  )
+
+
+def _to_bytes(name: str, array: np.ndarray) -> bytes:
+  # A silent cast would round an int64 token or a float64 log-prob on its way: the record's type is the contract.
+  if array.dtype != _TYPES[name] or array.ndim != 1:
+    raise ValueError(f"{name} has to be {np.dtype(_TYPES[name])} of rank 1, got {array.dtype} of rank {array.ndim}")
+  return array.astype(_ARRAYS[name], copy=False).tobytes()
+
+
+def _from_bytes(name: str, data: bytes) -> np.ndarray:
+  dtype = _ARRAYS[name]
+  if len(data) % dtype.itemsize:
+    raise ValueError(f"{name} has {len(data)} bytes, not a multiple of {dtype.itemsize}")
+  return np.frombuffer(data, dtype).astype(_TYPES[name])  # a copy: writable, in native byte order
