@@ -22,6 +22,7 @@ import safetensors.numpy
 
 from estr_jax.errors import UserError
 from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.hf_config import check_same, read_config, read_json, settings, source_settings
 from estr_jax.structs import Params
 
 INDEX = "model.safetensors.index.json"
@@ -35,9 +36,6 @@ TOKENIZER_FILES = (
   "merges.txt",
   "generation_config.json",
 )
-# What each architecture's class assumes where config.json is silent.
-ABSENT = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,54 +101,6 @@ def _entries(config: DecoderConfig) -> list[_Entry]:
   return entries
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
-  """The keyword arguments of DecoderConfig (all but dtype and remat) that config.json asks for.
-
-  Raises:
-    UserError: no config.json, or it asks for something that the decoder does not compute.
-  """
-  path = Path(folder) / "config.json"
-  c = ABSENT | _read_json(path, "point to a Hugging Face style folder")
-  for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-    if key not in c:
-      raise UserError(f"{path} lacks {key!r}: take the config.json that belongs to the weights")
-  kind = c["model_type"]
-  if kind not in ARCHITECTURES:
-    raise UserError(f"{path}: model_type {kind!r} is not supported: take one of {', '.join(ARCHITECTURES)}")
-
-  # Newer files keep the rotary settings together, older ones have rope_theta and rope_scaling.
-  rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-  layer_types = set(c.get("layer_types") or ())
-  refused = {
-    f"hidden_act {c['hidden_act']!r} (only silu)": c["hidden_act"] != "silu",
-    f"scaled rotary positions {rope!r}": rope.get("rope_type", rope.get("type", "default")) != "default",
-    "partial_rotary_factor": (rope | c).get("partial_rotary_factor", 1.0) != 1.0,
-    "sliding-window attention": c.get("use_sliding_window") or bool(layer_types - {"full_attention"}),
-    "attention_bias": c.get("attention_bias"),  # it would put a bias on the output projection as well
-    "mlp_bias": c.get("mlp_bias"),
-    "quantised weights (quantization_config)": c.get("quantization_config"),
-  }
-  for what, asked in refused.items():
-    if asked:
-      raise UserError(f"{path} asks for {what}, which the decoder does not compute: take other weights")
-
-  heads = c["num_attention_heads"]
-  return {
-    "vocab_size": c["vocab_size"],
-    "width": c["hidden_size"],
-    "layers": c["num_hidden_layers"],
-    "heads": heads,
-    "kv_heads": c.get("num_key_value_heads") or heads,
-    "head_dim": c.get("head_dim") or c["hidden_size"] // heads,
-    "mlp_width": c["intermediate_size"],
-    "rope_theta": float(rope.get("rope_theta", c["rope_theta"])),
-    "norm_eps": float(c["rms_norm_eps"]),
-    "qkv_bias": kind == "qwen2",
-    "qk_norm": kind == "qwen3",
-    "tied_head": c["tie_word_embeddings"],
-  }
-
-
 def load(
   folder: str | Path, config: DecoderConfig | None = None, dtype: str = "float32"
 ) -> tuple[DecoderConfig, Params]:
@@ -172,7 +122,7 @@ def load(
   held = read_config(folder)
   if config is None:
     config = DecoderConfig(**held)
-  _check_same(folder, held, config)
+  check_same(folder, held, config)
   entries = _entries(config)
   files = _locate(folder)
   _check_names(folder, entries, config, files)
@@ -182,7 +132,12 @@ def load(
 
     def read(entry: _Entry, tensor: str) -> np.ndarray:
       shard = shards[files[tensor]]
-      found = tuple(shard.get_slice(tensor).get_shape())
+      try:
+        found = tuple(shard.get_slice(tensor).get_shape())
+      except safetensors.SafetensorError as e:
+        raise UserError(
+          f"{folder / files[tensor]} lacks the tensor {tensor} that {INDEX} places there: fetch the folder again"
+        ) from e
       if found != entry.stored:
         raise UserError(
           f"{folder / files[tensor]}: {tensor} has shape {found}, but config.json makes it {entry.stored}: "
@@ -220,14 +175,14 @@ def save(
   folder = Path(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"{folder} is not empty: remove it or write to another folder")
-  settings = _settings(config) if source is None else _source_settings(Path(source), config)
-  settings["torch_dtype"] = str(np.dtype(_lookup(params, ("embed", "embedding")).dtype))
-  settings.pop("dtype", None)  # the newer name of torch_dtype, of which the source may have been right
+  written = settings(config) if source is None else source_settings(Path(source), config)
+  written["torch_dtype"] = str(np.dtype(_lookup(params, ("embed", "embedding")).dtype))
+  written.pop("dtype", None)  # the newer name of torch_dtype, of which the source may have been right
   folder.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
     part = Path(scratch) / folder.name
     part.mkdir()
-    (part / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (part / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     for name in TOKENIZER_FILES if source is not None else ():
       if (Path(source) / name).is_file():
         shutil.copyfile(Path(source) / name, part / name)
@@ -235,17 +190,13 @@ def save(
     part.rename(folder)
 
 
-def _check_same(folder: Path, held: dict[str, Any], config: DecoderConfig) -> None:
-  for field, value in held.items():
-    wanted = getattr(config, field)
-    if wanted != value:
-      raise UserError(f"{folder / 'config.json'} says {field} {value!r}, but {wanted!r} was asked for: make them agree")
-
-
 def _locate(folder: Path) -> dict[str, str]:
   """The file's name for each tensor's name."""
   if (folder / INDEX).is_file():
-    files = _read_json(folder / INDEX, "fetch the folder again")["weight_map"]
+    index = read_json(folder / INDEX, "fetch the folder again")
+    if "weight_map" not in index:
+      raise UserError(f"{folder / INDEX} has no weight_map: fetch the folder again")
+    files = index["weight_map"]
     for name in sorted(set(files.values())):
       if not (folder / name).is_file():
         raise UserError(f"{folder} lacks the shard {name} that {INDEX} names: fetch the folder again")
@@ -317,43 +268,6 @@ def _write_shards(part: Path, tensors: Iterator[tuple[str, np.ndarray]], shard_b
     weight_map |= dict.fromkeys(names, file)
   index = {"metadata": {"total_size": total}, "weight_map": weight_map}
   (part / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _source_settings(source: Path, config: DecoderConfig) -> dict[str, Any]:
-  _check_same(source, read_config(source), config)
-  return _read_json(source / "config.json", "point to a Hugging Face style folder")
-
-
-def _settings(config: DecoderConfig) -> dict[str, Any]:
-  """config.json for a decoder that came from no folder."""
-  c = config
-  if c.qkv_bias and c.qk_norm:
-    raise UserError("no Hugging Face architecture has both qkv_bias and qk_norm: switch one off to write such a folder")
-  kind = "qwen2" if c.qkv_bias else "qwen3" if c.qk_norm else "llama"
-  return {
-    "architectures": [ARCHITECTURES[kind]],
-    "model_type": kind,
-    "vocab_size": c.vocab_size,
-    "hidden_size": c.width,
-    "num_hidden_layers": c.layers,
-    "num_attention_heads": c.heads,
-    "num_key_value_heads": c.kv_heads,
-    "head_dim": c.head_dim,
-    "intermediate_size": c.mlp_width,
-    "rope_theta": c.rope_theta,
-    "rms_norm_eps": c.norm_eps,
-    "hidden_act": "silu",
-    "tie_word_embeddings": c.tied_head,
-  }
-
-
-def _read_json(path: Path, advice: str) -> dict[str, Any]:
-  if not path.is_file():
-    raise UserError(f"{path} does not exist: {advice}")
-  try:
-    return json.loads(path.read_text(encoding="utf-8"))
-  except ValueError as e:
-    raise UserError(f"{path} is not JSON ({e}): fetch the file again") from e
 
 
 def _insert(tree: Params, path: tuple[str, ...], value: np.ndarray) -> None:

@@ -1,0 +1,134 @@
+"""Our decoder and tokenizer against the `transformers` implementation; needs the extra `parity`."""
+
+import os
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from estr_jax.model import decoder, hf
+from estr_jax.model.tokenizers import FolderTokenizer
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.slow
+
+SHAPE = {
+  "vocab_size": 97,
+  "hidden_size": 48,
+  "intermediate_size": 80,
+  "num_hidden_layers": 3,
+  "num_attention_heads": 6,
+  "num_key_value_heads": 2,
+  "rope_theta": 20000.0,
+  "rms_norm_eps": 1e-5,
+  "max_position_embeddings": 128,
+}
+QUESTIONS = (
+  "What is 3+4?",
+  "Why is the sky blue?",
+  "Write a line of Python that adds 12345 and 678.",
+  "Où est la bibliothèque ?",
+  "Tell me a joke about  two   spaces.\nAnd a new line!",
+)
+
+
+def our_logits(config, params, tokens_BT):
+  hidden_BTD = decoder.forward(config, params, jnp.asarray(tokens_BT), jnp.ones(tokens_BT.shape, jnp.int32))
+  return np.asarray(hidden_BTD @ decoder.head_kernel(config, params))
+
+
+def their_logits(model, tokens_BT):
+  with torch.no_grad():
+    return model(torch.asarray(tokens_BT)).logits.float().numpy()
+
+
+def difference(ours, theirs):
+  return float(np.abs(ours - theirs).max())
+
+
+def make_reference(kind, tied):
+  """A random model in which biases and norm scales, which start as 0 and 1, count as well."""
+  torch.manual_seed(0)
+  model_class, config_class, extra = {
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
+    "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {"head_dim": 16}),
+  }[kind]
+  model = model_class(config_class(**SHAPE, **extra, tie_word_embeddings=tied)).eval()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.add_(0.2 * torch.randn_like(parameter))
+  return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_logits_equal_the_reference(tmp_path, kind, tied):
+  """Fails on interleaved rotation, a wrong theta or eps, norms after the rotation, or heads grouped in another order."""
+  model = make_reference(kind, tied)
+  model.save_pretrained(tmp_path)
+  config, params = hf.load(tmp_path)
+  assert (config.rope_theta, config.norm_eps, config.tied_head) == (20000.0, 1e-5, tied)
+  tokens_BT = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (2, 40))
+  ours, theirs = our_logits(config, params, tokens_BT), their_logits(model, tokens_BT)
+  print(
+    f"{kind} tied={tied}: max |difference| {difference(ours, theirs):.1e} of max |logit| {np.abs(theirs).max():.1f}"
+  )
+  assert difference(ours, theirs) < 1e-4
+
+
+@pytest.mark.parametrize("with_source", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_reference_reads_what_we_save(tmp_path, kind, with_source):
+  """Fails if a folder that `save` wrote, in shards, is another model to transformers."""
+  model = make_reference(kind, tied=False)
+  model.save_pretrained(tmp_path / "theirs")
+  config, params = hf.load(tmp_path / "theirs")
+  source = tmp_path / "theirs" if with_source else None
+  hf.save(tmp_path / "ours", config, params, source=source, shard_bytes=50_000)
+  again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+  assert {p.dtype for p in again.parameters()} == {torch.float32}
+  tokens_BT = np.random.default_rng(1).integers(0, SHAPE["vocab_size"], (1, 20))
+  np.testing.assert_array_equal(their_logits(again, tokens_BT), their_logits(model, tokens_BT))
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+  """The folder that `make smollm2` wrote."""
+  if "ESTR_JAX_SMOLLM2" not in os.environ:
+    pytest.skip("set ESTR_JAX_SMOLLM2 to the folder that experiments.fetch_smollm2 wrote")
+  return Path(os.environ["ESTR_JAX_SMOLLM2"])
+
+
+def test_smollm2_tokens(smollm2):
+  """Fails if text, digits, special tokens or the chat template are split or rendered in another way."""
+  ours, theirs = FolderTokenizer(smollm2), transformers.AutoTokenizer.from_pretrained(smollm2)
+  for question in QUESTIONS:
+    ids = theirs(question, add_special_tokens=False)["input_ids"]
+    assert ours.encode(question) == ids
+    assert ours.decode(ids) == question == theirs.decode(ids)
+    for messages in (
+      [{"role": "user", "content": question}],
+      [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}],
+      [{"role": r, "content": question} for r in ("user", "assistant", "user")],
+    ):
+      rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+      chat = theirs(rendered, add_special_tokens=False)["input_ids"]
+      assert ours.chat(messages) == chat
+      assert ours.decode(chat) == rendered
+  assert (ours.eos_id, ours.pad_id, ours.vocab_size) == (theirs.eos_token_id, theirs.pad_token_id, len(theirs))
+
+
+def test_smollm2_logits(smollm2):
+  """Fails if the decoder departs from the reference on real weights (both read the converted folder)."""
+  tokenizer = FolderTokenizer(smollm2)
+  config, params = hf.load(smollm2)
+  model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+  for question in QUESTIONS:
+    tokens_BT = np.asarray([tokenizer.chat([{"role": "user", "content": question}])])
+    ours, theirs = our_logits(config, params, tokens_BT), their_logits(model, tokens_BT)
+    print(f"{question!r}: {tokens_BT.shape[1]} tokens, max |difference| {difference(ours, theirs):.1e}")
+    assert difference(ours, theirs) < 1e-3
