@@ -1,0 +1,314 @@
+"""Learner and sampler sides over a real port."""
+
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+
+import grpc
+import ml_dtypes
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from estr_jax.errors import UserError
+from estr_jax.structs import NO_VERSION, Prompt, Trajectory
+from estr_jax.transport import client as client_module
+from estr_jax.transport import service
+from estr_jax.transport.broker import Broker, StaleIncarnation
+from estr_jax.transport.client import Client
+from estr_jax.transport.security import Tls
+from estr_jax.transport.weights import WeightStore, flatten
+
+MODEL = {"layers": "2", "width": "64"}
+
+
+def prompts_at(group: int) -> list[Prompt]:
+  return [Prompt(id=group, group=group, tokens=np.array([group, 5], np.int32), answer="a", task="t")]
+
+
+def answer(prompt: Prompt, version: int) -> list[Trajectory]:
+  mask = np.array([False, False, True])
+  return [
+    Trajectory(
+      tokens=np.array([*prompt.tokens, 9], np.int32),
+      mask=mask,
+      logprob=np.where(mask, np.float32(-np.inf), np.float32(0)),
+      entropy=np.where(mask, np.float32(0.25), np.float32(0)),
+      version=np.where(mask, version, NO_VERSION).astype(np.int32),
+      reward=1.0,
+      prompt_id=prompt.id,
+      group=prompt.group,
+      task="t",
+      finish="stop",
+      turns=1,
+      seconds=0.1,
+    )
+  ]
+
+
+def make_broker(**changes) -> Broker:
+  settings = {"groups_per_batch": 2, "max_staleness": 1, "admission": "wait", "capacity": 8, "lease_timeout_s": 10.0}
+  return Broker(prompts_at, **{**settings, **changes})
+
+
+class Pair:
+  """A server and the clients of it, closed in the right order."""
+
+  def __init__(self, broker: Broker | None = None, address: str = "127.0.0.1:0", **security):
+    self.broker = broker or make_broker()
+    self.store = WeightStore()
+    self.security = security
+    self.server = service.serve(address, self.broker, self.store, description=MODEL, **security)
+    self.clients = []
+
+  def client(self, name: str = "a", **changes) -> Client:
+    if "tls" in self.security:
+      changes = {**self.security, **changes}
+    made = Client(self.server.address, name, **{"description": MODEL, "patience_s": 5.0, **changes})
+    self.clients.append(made)
+    return made
+
+  def close(self) -> None:
+    for client in self.clients:
+      client.close()
+    self.server.stop(0.1)
+
+
+@pytest.fixture
+def pair():
+  made = Pair()
+  yield made
+  made.close()
+
+
+def test_the_whole_path_of_two_updates(pair):
+  """Join, weights, lease, put, take, new weights, farewell. Fails if any record changes on its way."""
+  client = pair.client()
+  client.join()
+  version_0 = {"a": {"b": np.arange(6, dtype=np.float32).reshape(2, 3).astype(ml_dtypes.bfloat16)}}
+  assert client.fetch_weights(NO_VERSION, 0) is None
+  pair.store.publish(0, flatten(version_0))
+  weights = client.fetch_weights(NO_VERSION, 5)
+  assert weights.version == 0
+  assert weights.params["a"]["b"].dtype == ml_dtypes.bfloat16
+  assert weights.params["a"]["b"].tobytes() == version_0["a"]["b"].tobytes()
+  for version in (0, 1):
+    lease = client.lease(2, 5)
+    assert lease.version <= version and not lease.finished
+    for group in lease.groups:
+      sent = answer(group[0], version)
+      assert client.put(sent) == "accepted"
+      assert client.put(sent) == "duplicate"
+    batch = pair.broker.take(version, 5)
+    assert [group[0].group for group in batch] == [2 * version, 2 * version + 1]
+    assert batch[0][0].logprob.tolist() == [0, 0, -np.inf]
+    pair.store.publish(version + 1, flatten(version_0))
+    # Published, not yet announced by a take: what the sampler holds is no longer the future.
+    assert client.fetch_weights(version, 5).version == version + 1
+    assert pair.broker.stats()["version"] == version + 1
+  pair.broker.finish()
+  assert client.lease(1, 5).finished
+  assert pair.broker.farewell(0) == []
+
+
+def test_a_waiting_lease_is_woken_by_the_learner(pair):
+  """Fails if a blocked lease is answered only when its wait is over."""
+  client = pair.client()
+  client.join()
+  for group in client.lease(8, 1).groups:
+    client.put(answer(group[0], 0))
+  pair.broker.take(0, 1)
+  timer = threading.Timer(0.3, pair.broker.announce, [1])
+  timer.start()
+  start = time.monotonic()
+  assert client.lease(1, 20).version == 1
+  assert time.monotonic() - start < 5
+  timer.join()
+
+
+def test_a_different_model_is_refused_with_its_key(pair):
+  for theirs, line in (
+    ({"layers": "2", "width": "32"}, 'differs from the learner in width: "32" at the sampler, "64" at the learner'),
+    ({"layers": "2"}, "in width: missing at the sampler"),
+    ({**MODEL, "moe": "8"}, "missing at the learner"),
+  ):
+    with pytest.raises(UserError, match=line) as caught:
+      pair.client(description=theirs).join()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_restarted_learner_makes_the_sampler_join_again(pair):
+  """Fails if work of a former life is accepted, or if the port cannot be taken again."""
+  client = pair.client()
+  client.join()
+  group = client.lease(1, 1).groups[0]
+  address = pair.server.address
+  pair.server.stop(0.1)
+  pair.server = service.serve(address, make_broker(), pair.store, description=MODEL)
+  for call in (
+    lambda: client.put(answer(group[0], 0)),
+    lambda: client.lease(1, 0),
+    lambda: client.fetch_weights(NO_VERSION, 0),
+  ):
+    with pytest.raises(StaleIncarnation, match="join again"):
+      call()
+  client.join()
+  assert client.lease(1, 1).groups[0][0].id == group[0].id
+
+
+def test_malformed_groups_come_back_as_value_errors(pair):
+  client = pair.client()
+  client.join()
+  group = client.lease(1, 1).groups[0]
+  bad = answer(group[0], 0)
+  bad[0].entropy[2] = np.nan
+  with pytest.raises(ValueError, match="entropy"):
+    client.put(bad)
+
+
+def test_beats_arrive_and_their_faults_surface(pair):
+  """Fails if beats stop silently: a wrong state would cost the leases much later."""
+  pair.broker.lease_timeout_s = 0.5
+  client = pair.client()
+  client.join()
+  states = iter([("compiling", 0.0, NO_VERSION), ("decoding", 0.0, 4)])
+  client.start_beats(lambda: next(states, ("napping", 0.0, 4)))
+  deadline = time.monotonic() + 10
+  with pytest.raises(ValueError, match="napping"):
+    while time.monotonic() < deadline:
+      client.lease(1, 0)
+      time.sleep(0.02)
+  stats = pair.broker.stats()
+  assert stats["acknowledged"] == {"a": [4]}
+  assert stats["samplers"]["a"]["state"] == "decoding"
+
+
+def test_a_lost_lease_answer_heals_at_the_next_lease(pair):
+  """Fails if a group whose answer never arrived stays with a sampler that does not know of it."""
+  client = pair.client()
+  client.join()
+  pair.broker.lease("a", 1, 0)  # the learner granted group 0; the answer was lost
+  assert [group[0].group for group in client.lease(2, 1).groups] == [0, 1]
+  assert [group[0].group for group in client.lease(2, 1).groups] == [2, 3]  # and what it holds stays
+
+
+def test_no_answer_ends_in_one_line_that_says_what_was_waited_for():
+  with socket.socket() as nobody:
+    nobody.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{nobody.getsockname()[1]}"
+    client = Client(address, "a", description=MODEL, patience_s=0.5)
+    with pytest.raises(UserError, match=rf"no answer from the learner at {address} for \d+ s while waiting for leave"):
+      client.join()
+    client.close()
+
+
+def test_a_frozen_learner_meets_the_deadline(monkeypatch):
+  """Fails if a call to a learner that accepts and never answers has no deadline."""
+  monkeypatch.setattr(client_module, "_CALL_S", 0.3)
+  with socket.socket() as frozen:
+    frozen.bind(("127.0.0.1", 0))
+    frozen.listen()
+    client = Client(f"127.0.0.1:{frozen.getsockname()[1]}", "a", description=MODEL, patience_s=0.5)
+    start = time.monotonic()
+    with pytest.raises(UserError, match="no answer"):
+      client.join()
+    assert time.monotonic() - start < 5
+    client.close()
+
+
+def test_a_port_in_use_is_refused(pair):
+  """Fails with SO_REUSEPORT, where a second learner would take half of the calls."""
+  with pytest.raises(UserError, match=f"cannot listen on {pair.server.address}: the port is in use"):
+    service.serve(pair.server.address, make_broker(), WeightStore(), description=MODEL)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "learner.example:1"])
+def test_beyond_loopback_needs_tls_and_a_token(address):
+  """Fails if one of the two is enough, or if only the server checks."""
+  for half in ({}, {"token": "t"}, {"tls": Tls("c", "k")}):
+    with pytest.raises(UserError, match="beyond loopback without"):
+      service.serve(address, make_broker(), WeightStore(), description=MODEL, **half)
+    with pytest.raises(UserError, match="beyond loopback without"):
+      Client(address, "a", description=MODEL, patience_s=1.0, **half)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost:http", ":80", "127.0.0.1:99999"])
+def test_a_malformed_address_is_one_line(address):
+  with pytest.raises(UserError, match="host:port"):
+    service.serve(address, make_broker(), WeightStore(), description=MODEL)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+def test_tls_and_token(tmp_path):
+  """Fails if a wrong or missing token, or a client without TLS, gets through."""
+  certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+  command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+  files = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+  subprocess.run([*command.split(), *files], check=True, capture_output=True)
+  pair = Pair(tls=Tls(str(certificate), str(key)), token="secret")
+  good = pair.client(tls=Tls(str(certificate)))
+  good.join()
+  assert good.lease(1, 1).groups
+  pair.store.publish(0, {"w": np.ones(3)})
+  assert good.fetch_weights(NO_VERSION, 5).version == 0
+  for token in ("wrong", None):
+    with pytest.raises(UserError, match="token"):
+      pair.client(token=token).join()
+  with pytest.raises(UserError, match="no answer"):
+    pair.client(tls=None, patience_s=0.3).join()
+  with pytest.raises(UserError, match=re.escape(f"cannot read the TLS file {tmp_path / 'none'}")):
+    pair.client(tls=Tls(str(tmp_path / "none")))
+  pair.close()
+
+
+def test_the_health_service_serves_while_every_wait_is_taken(pair, monkeypatch):
+  """Fails if blocked leases can use up the threads that puts, beats and health checks need."""
+  pair.server.stop(0.1)
+  monkeypatch.setattr(service, "_THREADS", 4)
+  monkeypatch.setattr(service, "_WAITS", 2)
+  pair.server = service.serve("127.0.0.1:0", pair.broker, pair.store, description=MODEL)
+  clients = [pair.client(name) for name in "abcde"]
+  for client in clients:
+    client.join()
+  taken = clients[0].lease(8, 1).groups
+  waits = [threading.Thread(target=client.fetch_weights, args=(NO_VERSION, 2.0)) for client in clients[1:]]
+  for wait in waits:
+    wait.start()
+  time.sleep(0.3)
+  start = time.monotonic()
+  with grpc.insecure_channel(pair.server.address) as channel:
+    check = health_pb2_grpc.HealthStub(channel).Check
+    for name in ("", "estr_jax.transport.Rollouts", "estr_jax.transport.WeightChannel"):
+      reply = check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+      assert reply.status == health_pb2.HealthCheckResponse.SERVING
+  assert clients[0].put(answer(taken[0][0], 0)) == "accepted"
+  assert time.monotonic() - start < 1.0
+  for wait in waits:
+    wait.join()
+
+
+def test_stop_does_not_wait_for_blocked_calls():
+  """Fails if a sampler that waits for weights keeps the learner's process alive."""
+  pair = Pair()
+  client = pair.client(patience_s=0.2)
+  client.join()
+  outcome = []
+
+  def wait():
+    try:
+      client.fetch_weights(NO_VERSION, 60)
+    except UserError as fault:
+      outcome.append(str(fault))
+
+  thread = threading.Thread(target=wait)
+  thread.start()
+  time.sleep(0.3)
+  start = time.monotonic()
+  pair.server.stop(0.1)
+  thread.join()
+  assert time.monotonic() - start < 5
+  assert len(outcome) == 1 and "no answer from the learner" in outcome[0]
+  client.close()
