@@ -1,0 +1,198 @@
+"""The report: one file, drawn from whatever a run recorded, true to its numbers."""
+
+import html
+import re
+import xml.etree.ElementTree
+
+import numpy as np
+import pytest
+
+from estr_jax.errors import UserError
+from estr_jax.objective.diagnostics import ENTROPY_EDGES
+from estr_jax.observe import figures, report, writers
+from experiments import report as program
+
+BINS = len(ENTROPY_EDGES) - 1
+ESTR = {"name": "estr", "edge": "direct", "hyper": {"tau": 1.0, "eps": 0.01, "clip_low": 0.2, "clip_high": 0.28}}
+SUMMARY = {
+  "config_name": "quick<start>",
+  "mode": "async",
+  "loss": "estr",
+  "task": "calculator",
+  "steps": 3,
+  "accuracy": {"sampled": {"before": 0.41, "after": 0.934}, "greedy": {"before": 0.47, "after": None}},
+  "prompts": 512,
+  "process_ids": {"learner": 4121, "sampler": 4150},
+  "staleness": {"intra": 0.61, "inter": 1.52, "token": 1.83, "max_token": 5},
+  "tokens_per_s": {"trained": 3611.2, "sampled": 3904.0},
+  "acknowledged_versions": {"sampler-0": [0, 1, 2, 3, 7]},
+  "wall_s": 183.2,
+  "compilations": 1,
+}
+
+
+def _row(step):
+  return {
+    "step": step,
+    "rollout/reward": 0.1 * step,
+    "policy/entropy": None if step == 2 else 0.5,
+    "policy/rollout_kl": 0.01,
+    "loss/mask_fraction": 0.01,
+    "loss/clip_fraction": 0.0,
+    "policy/abs_delta_by_entropy": [0.01, None] + [0.1] * (BINS - 2),
+    "policy/token_share_by_entropy": [0.5, 0.0, 0.5] + [0.0] * (BINS - 3),
+    "staleness/intra_histogram": [3, 1, 0, 0],
+    "staleness/inter_histogram": [0, 4, 0, 0],
+    "staleness/token_histogram": [9, 1, 0, 0],
+    "time/wait_rollouts_s": 0.1,
+    "time/publish_s": 0.1,
+    "time/sampler_wait_s": None,
+    "optimizer/gradient_norm": 0.4,
+    "throughput/tokens_per_s": 100.0,
+  }
+
+
+def _report(folder, rows, summary, loss=ESTR):
+  with writers.MetricsFile(folder / "metrics.jsonl") as metrics:
+    for row in rows:
+      metrics.append(row)
+  writers.write_json(folder / "config.json", {"mode": "async", "loss": loss})
+  if summary:
+    writers.write_json(folder / "summary.json", summary)
+  path = report.write_report(folder)
+  assert path == folder / "report.html"
+  return path.read_text()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+  """The report of a run that has ended."""
+  evaluation = {"step": 0, "eval/sampled_accuracy": 0.41, "eval/greedy_accuracy": 0.47}
+  return _report(tmp_path_factory.mktemp("run"), [evaluation] + [_row(step) for step in (1, 2, 3)], SUMMARY)
+
+
+def test_the_whole_report_is_one_file_that_loads_nothing(page):
+  """Fails if a plot is lost, a link, script or image creeps in, or a name is not escaped."""
+  titles = re.findall(r"<figure><h3>(.*?)</h3>", page)
+  assert titles == [
+    "Reward and held-out accuracy",
+    "Policy entropy",
+    "Rollout-target KL",
+    "Masked and clipped tokens",
+    "Realised staleness",
+    "Mean |delta| against entropy",
+    "Who waits",
+    "Gradient norm",
+    "Throughput",
+  ]
+  assert "Not drawn, because the run recorded no such data: Rollout length." in page
+  assert len(re.findall("<figcaption>[^<]+</figcaption>", page)) == len(titles)
+  assert not re.search(
+    r"<script|<link|<img|<iframe|@import|\bsrc=|url\((?!#)|href=\"(?!#)|<metadata|<!DOCTYPE svg", page
+  )
+  assert "<start>" not in page and "quick&lt;start&gt;" in page
+  for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
+    xml.etree.ElementTree.fromstring(svg)
+    assert "var(--ink)" in svg and not re.search(r"#0[1-5]0[1-5]0[1-5]", svg)
+
+
+def test_the_headline_says_what_came_out(page):
+  """Fails if before and after, learner and sampler, or trained and sampled are exchanged, or a null breaks it."""
+  text = html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page[page.index("<main>") : page.index("<svg")])))
+  for part in (
+    "41.0% → 93.4% sampled accuracy",
+    "47.0% → n/a greedy accuracy",
+    "1.83 versions of staleness per token, at most 5",
+    "3,611 tokens/s trained (3,904 sampled)",
+    "3 min 3 s wall time for 3 steps",
+    "learner 4121, sampler 4150",
+    "sampler-0: 0-3, 7",
+    "0.61 in flight, 1.52 in the queue",
+    "estr on the direct edge: tau 1, eps 0.01",
+  ):
+    assert part in text
+
+
+@pytest.mark.parametrize(
+  "rows", [[], [{"step": 0, "eval/greedy_accuracy": 0.5}], [{"step": 1, "rollout/reward": None}], [_row(1)]]
+)
+def test_few_rows_and_no_summary_are_reported(tmp_path, rows):
+  """Fails if a young or killed run, or one without a queue, has no report."""
+  page = _report(tmp_path, rows, None)
+  assert f"reached step {rows[-1]['step'] if rows else 0};" in page and "there is no summary.json yet" in page
+
+
+def test_a_figure_is_the_same_when_it_is_drawn_again():
+  """Fails if dates or random ids enter the file."""
+  rows = [_row(1), _row(2)]
+  assert figures.waits(rows) == figures.waits(rows) is not None
+
+
+def test_missing_files_are_named(tmp_path):
+  """Fails if a wrong --workdir ends in a traceback."""
+  with pytest.raises(UserError, match=r"metrics\.jsonl"):
+    report.write_report(tmp_path)
+  writers.write_text(tmp_path / "metrics.jsonl", "")
+  with pytest.raises(UserError, match=r"config\.json"):
+    report.write_report(tmp_path)
+  writers.write_text(tmp_path / "config.json", "{")
+  with pytest.raises(UserError, match="not JSON"):
+    report.write_report(tmp_path)
+
+
+def test_the_program_prints_one_line_for_a_wrong_folder(tmp_path, monkeypatch, capsys):
+  """Fails if the program shows a traceback or exits with 0."""
+  monkeypatch.setattr("sys.argv", ["report", f"--workdir={tmp_path / 'none'}"])
+  assert program.main() == 1
+  out, error = capsys.readouterr()
+  assert out == "" and error.startswith("error: ") and len(error.splitlines()) == 1
+
+
+def _sides(loss):
+  return {b.label: [float(side(np.array([0.29]))[0]) for side in b.bounds] for b in figures.boundaries(loss)}
+
+
+def test_boundaries_of_estr_are_its_own_and_the_clip():
+  """Fails if tau multiplies outside the root, eps is lost, or a side of the clip is its ratio and not its log."""
+  loss = {"edge": "direct", "hyper": {"tau": 3.0, "eps": 0.01, "clip_low": 0.2, "clip_high": 0.28}}
+  estr, clip = _sides(loss).values()
+  np.testing.assert_allclose(estr, [np.sqrt(3.0 * 0.3)])
+  np.testing.assert_allclose(clip, [np.log(1.28), -np.log(0.8)])
+
+
+def test_boundaries_of_a_ratio_band():
+  """Fails if only one side of the band [low, high] is drawn."""
+  loss = {"edge": "direct", "hyper": {"low": 0.5, "high": 5.0, "clip_low": 0.2, "clip_high": 0.2}}
+  band, _ = _sides(loss).values()
+  np.testing.assert_allclose(band, [np.log(5.0), np.log(2.0)])
+
+
+def test_the_proximal_edge_has_no_fixed_boundary_on_delta():
+  """Fails if the clip of pi / q is drawn as a boundary of pi / mu; an infinite tau (null) is no boundary either."""
+  hyper = {"tau": None, "eps": 0.01, "low": 0.5, "high": 5.0, "clip_low": 0.2, "clip_high": 0.2}
+  assert _sides({"edge": "proximal", "hyper": hyper}) == {}
+  assert list(_sides({"edge": "proximal", "hyper": hyper | {"tau": 2.0}})) == ["ESTR: sqrt(2 (H + 0.01))"]
+
+
+def test_pooling_adds_histograms_over_rows_that_have_them():
+  """Fails if only the last row is shown, or if a row without the histogram breaks it."""
+  rows = [{"step": 0}, {"step": 1, "h": [1, 2]}, {"step": 2, "h": [3, None]}]
+  np.testing.assert_array_equal(figures.pooled(rows, "h"), [4, 2])
+  assert figures.pooled([{"step": 1, "h": [0, 0]}], "h") is None
+
+
+def test_series_keeps_nulls_as_gaps_and_is_empty_without_a_number():
+  """Fails if a null is drawn as 0, or shifts the later values to other steps."""
+  rows = [{"step": 1, "x": 5}, {"step": 2}, {"step": 3, "x": None}, {"step": 4, "x": 7}]
+  steps, values = figures.series(rows, "x")
+  np.testing.assert_array_equal(steps, [1, 3, 4])
+  np.testing.assert_array_equal(values, [5, np.nan, 7])
+  assert len(figures.series(rows[1:3], "x")[0]) == 0
+
+
+def test_running_mean_equals_the_mean_of_its_window():
+  """Fails if the window is off by one, or if a NaN spoils or dilutes it."""
+  values = np.random.default_rng(0).normal(size=30)
+  values[7] = np.nan
+  expected = [np.nanmean(values[max(0, n - 4) : n + 1]) for n in range(30)]
+  np.testing.assert_allclose(figures._running_mean(values), expected)
