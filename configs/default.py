@@ -1,0 +1,122 @@
+"""Every key of a configuration, with its default; the other configs change what they need.
+
+    python -m experiments.train --config=configs/default.py --workdir=DIR
+
+trains the character-level `calculator` with the defaults below. An unknown key is an error.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+  c = ConfigDict()
+  c.seed = 0
+  # async: learner and samplers are processes joined by gRPC. sync: one process, each batch sampled by the newest
+  # weights. simulated: one process, each token sampled by the version that `staleness` asks for.
+  c.mode = "async"
+  c.steps = 100  # optimizer updates
+  c.cache_dir = "~/.cache/estr_jax"  # prepared prompts, warm starts and compiled programs; shared by all runs
+
+  c.task = ConfigDict()
+  c.task.name = "calculator"  # of estr_jax.tasks.TASKS
+
+  c.model = ConfigDict()
+  # A Hugging Face style folder (config.json, safetensors, tokenizer.json), or "" for a random model of the shape below
+  # with the task's own alphabet.
+  c.model.folder = ""
+  c.model.width = 64
+  c.model.layers = 2
+  c.model.heads = 4
+  c.model.kv_heads = 2
+  c.model.head_dim = 16
+  c.model.mlp_width = 192
+  c.model.rope_theta = 10_000.0
+  c.model.norm_eps = 1e-6
+  c.model.qkv_bias = False
+  c.model.qk_norm = True
+  c.model.tied_head = True
+  c.model.dtype = "float32"  # of the computation; parameters and scoring are float32
+  c.model.remat = "none"  # none, dots, full: what the backward pass keeps of each layer
+
+  c.warm_start = ConfigDict()  # supervised, on the task's demonstrations; cached
+  c.warm_start.steps = 0
+  c.warm_start.batch = 128  # demonstrations a step
+  c.warm_start.learning_rate = 3e-3
+  c.warm_start.demonstrations = 20_000
+
+  c.loss = ConfigDict()
+  c.loss.name = "estr"  # of estr_jax.objective.losses.LOSSES
+  c.loss.edge = "direct"  # direct: the clip acts on pi / mu. proximal: on pi / q, q recomputed before each update
+  c.loss.clip_low = 0.2  # the sibling paper's values, as is clip_high
+  c.loss.clip_high = 0.28
+  c.loss.estr = ConfigDict({"tau": 1.0, "eps": 0.01})  # eps is the paper's; tau is ours, the paper's is not known
+  c.loss.icepop = ConfigDict({"low": 0.5, "high": 5.0})
+  c.loss.kpop = ConfigDict({"phi": 0.1})
+  c.loss.ppo = ConfigDict()
+
+  c.advantage = ConfigDict()
+  c.advantage.scale = "std"  # std: GRPO. none: Dr.GRPO
+  c.advantage.eps = 1e-6
+
+  c.batch = ConfigDict()
+  c.batch.groups = 16  # prompts an update
+  c.batch.group_size = 8  # samples a prompt
+  c.batch.microbatches = 1  # gradient accumulation
+
+  c.optimizer = ConfigDict()
+  c.optimizer.name = "adamw"  # adamw, sgd
+  c.optimizer.learning_rate = 1e-3
+  c.optimizer.warmup_steps = 0
+  c.optimizer.decay = "constant"  # constant, cosine, linear
+  c.optimizer.b1 = 0.9
+  c.optimizer.b2 = 0.95
+  c.optimizer.eps = 1e-8
+  c.optimizer.weight_decay = 0.0
+  c.optimizer.clip_norm = 1.0  # global norm of the gradient
+
+  c.sampling = ConfigDict()
+  c.sampling.slots = 64  # sequences that grow side by side in one sampler
+  c.sampling.context = 48  # tokens of a sequence, prompt included
+  c.sampling.chunk = 8  # decode steps between two looks of the host; new weights are taken there
+  c.sampling.temperature = 1.0
+  c.sampling.top_p = 1.0  # anything else is refused for training
+  c.sampling.top_k = 0  # 0 is off; anything else is refused for training
+  c.sampling.rebuild_cache = False  # recompute the keys of unfinished sequences when new weights arrive
+
+  c.staleness = ConfigDict()
+  c.staleness.intra = 0  # simulated: versions crossed inside one trajectory
+  c.staleness.inter = 0  # simulated: versions between its end and the update
+  c.staleness.segment_tokens = 8  # simulated: policy tokens under one version
+  c.staleness.max = 4  # async: no token trained on is older than this many versions
+  c.staleness.admission = "wait"  # async: wait for groups that would grow too old, or drop them
+
+  c.queue = ConfigDict()
+  c.queue.capacity = 64  # groups leased to samplers or waiting for the learner
+  c.queue.lease_timeout_s = 30.0  # a sampler silent for longer gives its groups back
+  c.queue.deadline_s = 900.0  # the longest wait of the learner for a batch, and of a sampler for the learner
+
+  c.transport = ConfigDict()
+  c.transport.address = "127.0.0.1:0"  # the learner's; port 0 picks a free one
+  c.transport.weights_dtype = "float32"  # of the weights on the wire and in the sampler
+  c.transport.tls_certificate = ""  # PEM files; needed beyond loopback, with the token
+  c.transport.tls_key = ""  # learner only
+  c.transport.token_file = ""
+
+  c.mesh = ConfigDict()  # the product is the number of devices
+  c.mesh.data = 1
+  c.mesh.fsdp = 1
+  c.mesh.tensor = 1
+
+  c.learner = ConfigDict()
+  c.learner.score_chunk = 1024  # tokens of each row whose logits live at once
+  c.learner.diagnostics = True  # the means of objective.diagnostics in every row
+
+  c.checkpoint = ConfigDict()
+  c.checkpoint.every = 20  # updates
+
+  c.eval = ConfigDict()
+  c.eval.prompts = 512  # held out; before the first update and after the last
+  c.eval.every = 20  # updates between two evaluations in between; 0 = none
+  c.eval.every_prompts = 128  # held-out prompts of those
+  c.eval.slots = 128
+  return c

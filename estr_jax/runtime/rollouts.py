@@ -1,0 +1,138 @@
+"""Where the learner's batches come from: one interface, a local source and a remote one."""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from estr_jax.errors import UserError
+from estr_jax.lab.staleness import OnPolicy, Simulated, check_realised
+from estr_jax.sampler.engine import Engine
+from estr_jax.sampler.rollout import rollout
+from estr_jax.structs import Mean, Prompt, Trajectory, Weights
+from estr_jax.transport.broker import Broker, NotReady
+from estr_jax.transport.service import Server
+from estr_jax.transport.weights import WeightStore, flatten
+
+Groups = list[list[Trajectory]]
+
+_LOOK_S = 1.0  # how often a wait for a batch shows what it waits for
+
+
+class Rollouts(Protocol):
+  """What the learner loop asks of a source of trajectories."""
+
+  def take(self, version: int) -> Groups:
+    """The groups of the update that turns `version` into version + 1; blocks."""
+
+  def publish(self, weights: Weights) -> None:
+    """Hands out new weights. The arrays are the receiver's: nobody donates them."""
+
+  def cursor(self) -> dict:
+    """JSON: the place in the prompt stream from which a resumed run goes on, all groups taken so far being trained."""
+
+  def metrics(self) -> dict[str, Mean | float]:
+    """What the source knows of itself, by names of the glossary."""
+
+  def finish(self) -> None:
+    """No further batch will be taken."""
+
+
+class LocalRollouts:
+  """Samples each batch in this process, when it is asked for: modes sync and simulated."""
+
+  def __init__(
+    self,
+    engine: Engine,
+    prompts_at: Callable[[int], list[Prompt]],
+    schedule: OnPolicy | Simulated,
+    *,
+    groups_per_batch: int,
+    cursor: dict | None,
+  ):
+    self._engine, self._prompts_at, self._schedule = engine, prompts_at, schedule
+    self._groups_per_batch = groups_per_batch
+    self._next_group = 0 if cursor is None else cursor["next_group"]
+
+  def take(self, version: int) -> Groups:
+    first = self._next_group
+    self._next_group += self._groups_per_batch
+    groups = [self._prompts_at(group) for group in range(first, self._next_group)]
+    segments = self._schedule.segments(version)
+    trajectories = rollout(
+      self._engine,
+      [prompt for group in groups for prompt in group],
+      lambda segment: segments[segment],
+      segments=len(segments),
+      segment_tokens=self._schedule.segment_tokens,
+    )
+    check_realised(trajectories, [weights.version for weights in segments], self._schedule.segment_tokens)
+    size = len(groups[0])
+    return [trajectories[i : i + size] for i in range(0, len(trajectories), size)]
+
+  def publish(self, weights: Weights) -> None:
+    self._schedule.publish(weights)
+
+  def cursor(self) -> dict:
+    return {"next_group": self._next_group, "unfinished": []}
+
+  def metrics(self) -> dict[str, Mean | float]:
+    return {}
+
+  def finish(self) -> None:
+    pass
+
+
+class RemoteRollouts:
+  """Takes what sampler processes put into the queue: mode async."""
+
+  def __init__(
+    self,
+    broker: Broker,
+    store: WeightStore,
+    server: Server,
+    *,
+    weights_dtype: str,
+    deadline_s: float,
+    on_wait: Callable[[Broker], None],
+  ):
+    """`on_wait` is called about once a second while a batch is awaited; `deadline_s` bounds that wait."""
+    self._broker, self._store, self._server = broker, store, server
+    self._deadline_s, self._on_wait = deadline_s, on_wait
+    self._cast = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(weights_dtype), params))
+
+  def take(self, version: int) -> Groups:
+    deadline = time.monotonic() + self._deadline_s
+    while True:
+      try:
+        return self._broker.take(version, _LOOK_S)
+      except NotReady as reason:
+        self._on_wait(self._broker)
+        if time.monotonic() > deadline:
+          raise UserError(
+            f"no batch within queue.deadline_s = {self._deadline_s:.0f} s: {reason}; look at the samplers' logs"
+          ) from reason
+
+  def publish(self, weights: Weights) -> None:
+    params = self._cast(weights.params)
+    # The broker first: a sampler that already samples with these weights must not come from the future.
+    self._broker.announce(weights.version)
+    self._store.publish(weights.version, lambda: flatten(jax.tree.map(np.asarray, params)))
+
+  def cursor(self) -> dict:
+    return self._broker.cursor()
+
+  def metrics(self) -> dict[str, Mean | float]:
+    stats = self._broker.stats()
+    return {
+      "queue/queued": stats["queued"],
+      "queue/leased": stats["leased"],
+      "queue/dropped": stats["dropped"],
+      "queue/accepted_length": stats["accepted_length"],
+      "queue/generated_length": stats["generated_length"],
+    }
+
+  def finish(self) -> None:
+    self._broker.finish()

@@ -1,0 +1,191 @@
+"""The device side of sampling: one documented state and the jitted functions that move it.
+
+A slot holds one sequence. Invariant between calls: `cache` holds the keys of every token of a slot but its last, which
+is the input of the next decode step. So every policy token's logits come from a decode step, under the weights of that
+moment, and feeding a prompt or an observation needs no logits at all.
+"""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from estr_jax.model import decoder
+from estr_jax.objective import scoring
+from estr_jax.structs import NO_VERSION, Params
+
+NO_LIMIT = 2**30  # policy tokens
+
+
+@flax.struct.dataclass
+class Slots:
+  """S sequences that grow side by side."""
+
+  cache: decoder.Cache
+  tokens: jax.Array  # i32 [S, T]
+  mask: jax.Array  # bool [S, T]; sampled by the policy
+  logprob: jax.Array  # f32 [S, T]
+  entropy: jax.Array  # f32 [S, T], nats
+  version: jax.Array  # i32 [S, T]
+  length: jax.Array  # i32 [S]; tokens present
+  sampled: jax.Array  # i32 [S]; policy tokens among them
+  seed: jax.Array  # i32 [S]; the prompt id, from which the slot's random keys are derived
+  live: jax.Array  # bool [S]; it is the policy's turn
+
+
+def empty(config: decoder.DecoderConfig, slots: int, context: int) -> Slots:
+  rows, grid = (slots,), (slots, context)
+  return Slots(
+    cache=decoder.empty_cache(config, slots, context),
+    tokens=jnp.zeros(grid, jnp.int32),
+    mask=jnp.zeros(grid, bool),
+    logprob=jnp.zeros(grid, jnp.float32),
+    entropy=jnp.zeros(grid, jnp.float32),
+    version=jnp.full(grid, NO_VERSION, jnp.int32),
+    length=jnp.zeros(rows, jnp.int32),
+    sampled=jnp.zeros(rows, jnp.int32),
+    seed=jnp.zeros(rows, jnp.int32),
+    live=jnp.zeros(rows, bool),
+  )
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="slots")
+def feed(
+  config: decoder.DecoderConfig,
+  params: Params,
+  slots: Slots,
+  rows_R: jax.Array,
+  tokens_RC: jax.Array,
+  count_R: jax.Array,
+  fresh_R: jax.Array,
+  seed_R: jax.Array,
+) -> Slots:
+  """Appends tokens that the policy did not sample, a prompt or an observation, and gives the policy the word.
+
+  Args:
+    config, params: the decoder.
+    slots: the state; donated.
+    rows_R: the slots, distinct; S for a row that is not there.
+    tokens_RC: the tokens, left-aligned.
+    count_R: how many, at least 1.
+    fresh_R: bool; True starts a new sequence, False appends to the slot's own.
+    seed_R: the prompt id of a fresh row; ignored otherwise.
+  """
+  C = tokens_RC.shape[1]
+  column_C = jnp.arange(C)
+  start_R = jnp.where(fresh_R, 0, slots.length.at[rows_R].get(mode="clip"))
+  there_RC = column_C < count_R[:, None]
+  outside = slots.tokens.shape[1]
+
+  # The keys of the slot's last token were never written: it goes first, and the newest token waits in its place.
+  last_R = slots.tokens.at[rows_R, start_R - 1].get(mode="clip")
+  input_RC = jnp.concatenate([last_R[:, None], tokens_RC[:, :-1]], axis=1)
+  position_RC = jnp.where(there_RC, start_R[:, None] - 1 + column_C, -1)
+  _, cache = decoder.extend(config, params, input_RC, position_RC, rows_R, slots.cache)
+
+  index = (rows_R[:, None], jnp.where(there_RC, start_R[:, None] + column_C, outside))
+  fresh_rows = jnp.where(fresh_R, rows_R, slots.length.shape[0])
+  return slots.replace(
+    cache=cache,
+    tokens=slots.tokens.at[index].set(tokens_RC, mode="drop"),
+    mask=slots.mask.at[fresh_rows].set(False, mode="drop"),
+    logprob=slots.logprob.at[fresh_rows].set(0.0, mode="drop"),
+    entropy=slots.entropy.at[fresh_rows].set(0.0, mode="drop"),
+    version=slots.version.at[fresh_rows].set(NO_VERSION, mode="drop"),
+    length=slots.length.at[rows_R].set(start_R + count_R, mode="drop"),
+    sampled=slots.sampled.at[fresh_rows].set(0, mode="drop"),
+    seed=slots.seed.at[fresh_rows].set(seed_R, mode="drop"),
+    live=slots.live.at[rows_R].set(True, mode="drop"),
+  )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "temperature", "greedy", "steps"), donate_argnames="slots")
+def decode(
+  config: decoder.DecoderConfig,
+  params: Params,
+  version: jax.Array,
+  slots: Slots,
+  key: jax.Array,
+  stop_ids: jax.Array,
+  limit: jax.Array,
+  *,
+  temperature: float,
+  greedy: bool,
+  steps: int,
+) -> Slots:
+  """Up to `steps` tokens for every slot whose turn it is, inside one compiled loop.
+
+  A slot stops at a stop token, at the end of the context, or at `limit` policy tokens (it stays live then). The token
+  at position p of prompt id i is drawn with fold_in(fold_in(key, i), p): neither the slot, nor the chunk, nor the
+  neighbours enter.
+
+  Args:
+    config, params: the decoder.
+    version: i32 [], stamped on every token sampled here.
+    slots: the state; donated.
+    key: the run's sampling key.
+    stop_ids: i32 [K], tokens that end a turn.
+    limit: i32 [], policy tokens.
+    temperature: of the sampling distribution; the recorded log-prob and entropy are of that distribution.
+    greedy: take the most probable token instead of drawing one.
+    steps: the chunk.
+  """
+  S, T = slots.tokens.shape
+  rows_S = jnp.arange(S)
+  head_DV = decoder.head_kernel(config, params)
+  key_S = jax.vmap(lambda seed: jax.random.fold_in(key, seed))(slots.seed)
+
+  def moving(slots):
+    return slots.live & (slots.sampled < limit)
+
+  def step(carry):
+    count, slots = carry
+    active_S = moving(slots)
+    position_S = jnp.where(active_S, slots.length - 1, -1)
+    last_S = slots.tokens[rows_S, jnp.maximum(position_S, 0)]
+    hidden, cache = decoder.extend(config, params, last_S[:, None], position_S[:, None], rows_S, slots.cache)
+    logits_SV = scoring.logits(hidden[:, 0], head_DV)
+    if greedy:
+      token_S = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
+    else:
+      draw = jax.vmap(lambda k, p, row: jax.random.categorical(jax.random.fold_in(k, p), row / temperature))
+      token_S = draw(key_S, slots.length, logits_SV).astype(jnp.int32)
+    logprob_S, entropy_S = scoring.score_logits(logits_SV, token_S, temperature=temperature)
+
+    index = (rows_S, jnp.where(active_S, slots.length, T))
+    length_S = slots.length + active_S
+    ended_S = jnp.isin(token_S, stop_ids) | (length_S >= T)
+    return count + 1, slots.replace(
+      cache=cache,
+      tokens=slots.tokens.at[index].set(token_S, mode="drop"),
+      mask=slots.mask.at[index].set(True, mode="drop"),
+      logprob=slots.logprob.at[index].set(logprob_S, mode="drop"),
+      entropy=slots.entropy.at[index].set(entropy_S, mode="drop"),
+      version=slots.version.at[index].set(version, mode="drop"),
+      length=length_S,
+      sampled=slots.sampled + active_S,
+      live=slots.live & ~(active_S & ended_S),
+    )
+
+  def unfinished(carry):
+    count, slots = carry
+    return (count < steps) & jnp.any(moving(slots))
+
+  return jax.lax.while_loop(unfinished, step, (0, slots))[1]
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="slots")
+def rebuild(config: decoder.DecoderConfig, params: Params, slots: Slots) -> Slots:
+  """Recomputes every slot's keys and values under new weights."""
+  S, T = slots.tokens.shape
+  position_ST = jnp.where(jnp.arange(T) < slots.length[:, None] - 1, jnp.arange(T), -1)
+  _, cache = decoder.extend(config, params, slots.tokens, position_ST, jnp.arange(S), slots.cache)
+  return slots.replace(cache=cache)
+
+
+@jax.jit
+def read(slots: Slots, rows_R: jax.Array) -> tuple[jax.Array, ...]:
+  """(tokens, mask, logprob, entropy, version) of some slots, each [R, T]; rows out of range repeat the last."""
+  arrays = (slots.tokens, slots.mask, slots.logprob, slots.entropy, slots.version)
+  return tuple(array.at[rows_R].get(mode="clip") for array in arrays)

@@ -1,0 +1,219 @@
+"""The host side of sampling: continuous batching of multi-turn episodes over the slots of `decode`."""
+
+import dataclasses
+import time
+from collections.abc import Container
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from estr_jax.errors import UserError
+from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.tokenizers import Tokenizer
+from estr_jax.sampler import decode
+from estr_jax.structs import Prompt, Trajectory, Weights
+from estr_jax.tasks.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How tokens are drawn.
+
+  Truncated sampling is refused: it renormalises over the surviving support, which shifts every log-ratio by the log of
+  the removed mass and shrinks the entropy that scales the trust region.
+  """
+
+  slots: int  # sequences that grow side by side
+  context: int  # tokens of a sequence, prompt included
+  chunk: int  # decode steps between two looks of the host; new weights are taken there
+  temperature: float
+  greedy: bool  # evaluation only
+  rebuild_cache: bool  # recompute the keys of unfinished sequences when the weights change, or keep the old ones
+
+
+@dataclasses.dataclass
+class _Episode:
+  """What the host knows of an occupied slot."""
+
+  prompt: Prompt
+  question: str
+  turns: list[str]
+  turn_start: int
+  started: float
+
+
+class Engine:
+  """Prompts in, trajectories out. Between two calls of `advance` the weights may change.
+
+  Usage: `set_weights`, `admit` up to `free` prompts, then `advance` until the trajectories come.
+  """
+
+  def __init__(self, model: DecoderConfig, task: Task, tokenizer: Tokenizer, sampling: Sampling, key: jax.Array):
+    self._model, self._task, self._tokenizer, self._sampling, self._key = model, task, tokenizer, sampling, key
+    stop = [tokenizer.token_id(text) for text in task.stop]
+    if None in stop:
+      raise UserError(f"task {task.name}: the stop strings {task.stop} must be single tokens of the tokenizer")
+    self._stop_ids = np.array(sorted({tokenizer.eos_id, *stop}), np.int32)
+    self._slots = decode.empty(model, sampling.slots, sampling.context)
+    self._episodes: dict[int, _Episode] = {}
+    self._feeds: dict[int, tuple[np.ndarray, bool]] = {}  # slot -> tokens to feed, and whether they start a sequence
+    self._few = max(1, sampling.slots // 8)  # rows of a small feed or read; compiled once, like the full one
+    self._live = np.zeros(sampling.slots, bool)
+    self._sampled = np.zeros(sampling.slots, np.int32)
+    self._weights: Weights | None = None
+    self.sampled_tokens = 0  # policy tokens, since the start
+
+  @property
+  def free(self) -> int:
+    return self._sampling.slots - len(self._episodes)
+
+  @property
+  def version(self) -> int | None:
+    return None if self._weights is None else self._weights.version
+
+  def set_weights(self, weights: Weights) -> None:
+    """Takes new weights for the tokens to come; a set of the same version is taken as it is."""
+    changed = self._weights is not None and weights.version != self._weights.version
+    self._weights = weights
+    if changed and self._episodes and self._sampling.rebuild_cache:
+      self._slots = decode.rebuild(self._model, weights.params, self._slots)
+
+  def admit(self, prompts: list[Prompt]) -> None:
+    """Gives each prompt a free slot; they are fed at the next `advance`."""
+    slots = [slot for slot in range(self._sampling.slots) if slot not in self._episodes]
+    if len(prompts) > len(slots):
+      raise ValueError(f"{len(prompts)} prompts for {len(slots)} free slots")
+    for slot, prompt in zip(slots, prompts):
+      if len(prompt.tokens) >= self._sampling.context:
+        raise UserError(
+          f"prompt {prompt.id} of task {prompt.task} has {len(prompt.tokens)} tokens and sampling.context is "
+          f"{self._sampling.context}; raise it or drop the prompt"
+        )
+      question = self._tokenizer.decode(prompt.tokens)
+      self._episodes[slot] = _Episode(prompt, question, [], len(prompt.tokens), time.monotonic())
+      self._feeds[slot] = (np.asarray(prompt.tokens, np.int32), True)
+
+  def drop_all(self) -> None:
+    """Forgets every unfinished sequence."""
+    self._episodes.clear()
+    self._feeds.clear()
+    self._live[:] = False
+    self._slots = self._slots.replace(live=jnp.zeros_like(self._slots.live))
+
+  def can_move(self, limit: int = decode.NO_LIMIT) -> bool:
+    """Whether `advance(limit)` would do anything."""
+    return bool(self._feeds) or bool(np.any(self._live & (self._sampled < limit)))
+
+  def advance(self, limit: int = decode.NO_LIMIT) -> list[Trajectory]:
+    """Feeds what waits, decodes one chunk, lets the environment answer, and returns the finished trajectories.
+
+    Args:
+      limit: policy tokens at which a sequence is held (it goes on under a later, higher limit).
+    """
+    sampling = self._sampling
+    self._feed()
+    before = self._sampled.sum()
+    self._slots = decode.decode(
+      self._model,
+      self._weights.params,
+      np.int32(self._weights.version),
+      self._slots,
+      self._key,
+      self._stop_ids,
+      np.int32(limit),
+      temperature=sampling.temperature,
+      greedy=sampling.greedy,
+      steps=sampling.chunk,
+    )
+    host = jax.device_get((self._slots.live, self._slots.length, self._slots.sampled))
+    self._live, length, self._sampled = (np.array(a) for a in host)
+    self.sampled_tokens += int(self._sampled.sum() - before)
+    ended = [slot for slot in sorted(self._episodes) if not self._live[slot]]
+    finished = []
+    for rows_R in self._batches(ended):
+      arrays = jax.device_get(decode.read(self._slots, rows_R))
+      for row, slot in self._occupied(rows_R, ended):
+        trajectory = self._end_turn(slot, [np.array(array[row, : length[slot]]) for array in arrays])
+        if trajectory is not None:
+          finished.append(trajectory)
+          del self._episodes[slot]
+          self._sampled[slot] = 0
+    return finished
+
+  def _end_turn(self, slot: int, arrays: list[np.ndarray]) -> Trajectory | None:
+    """The environment's word after a turn of the policy: an observation to feed, or the finished trajectory."""
+    tokens, mask, logprob, entropy, version = arrays
+    episode = self._episodes[slot]
+    turn = tokens[episode.turn_start :]
+    episode.turns.append(self._tokenizer.decode(turn))
+    if turn[-1] == self._tokenizer.eos_id:
+      finish = "stop"
+    elif turn[-1] not in self._stop_ids:
+      finish = "length"
+    else:
+      text = self._task.respond(episode.question, episode.turns)
+      finish = "environment" if text is None else None
+      if text is not None:
+        observation = np.array(self._tokenizer.encode(text), np.int32)
+        if len(tokens) + len(observation) < self._sampling.context:
+          self._feeds[slot] = (observation, False)
+          episode.turn_start = len(tokens) + len(observation)
+          return None
+        finish = "length"
+    return Trajectory(
+      tokens=tokens,
+      mask=mask,
+      logprob=logprob,
+      entropy=entropy,
+      version=version,
+      reward=float(self._task.reward(episode.prompt.answer, episode.turns)),
+      prompt_id=episode.prompt.id,
+      group=episode.prompt.group,
+      task=episode.prompt.task,
+      finish=finish,
+      turns=len(episode.turns),
+      seconds=time.monotonic() - episode.started,
+    )
+
+  def _feed(self) -> None:
+    if not self._feeds:
+      return
+    width = _bucket(max(len(tokens) for tokens, _ in self._feeds.values()), self._sampling.context)
+    for rows_R in self._batches(sorted(self._feeds)):
+      R = len(rows_R)
+      tokens_RC = np.zeros((R, width), np.int32)
+      count_R, fresh_R, seed_R = np.zeros(R, np.int32), np.zeros(R, bool), np.zeros(R, np.int32)
+      for row, slot in self._occupied(rows_R, self._feeds):
+        tokens, fresh = self._feeds[slot]
+        tokens_RC[row, : len(tokens)] = tokens
+        count_R[row], fresh_R[row], seed_R[row] = len(tokens), fresh, self._episodes[slot].prompt.id
+      there_R = np.where(count_R > 0, rows_R, self._sampling.slots).astype(np.int32)
+      self._slots = decode.feed(
+        self._model, self._weights.params, self._slots, there_R, tokens_RC, count_R, fresh_R, seed_R
+      )
+    self._feeds.clear()
+
+  def _batches(self, slots: list[int]) -> list[np.ndarray]:
+    """Rows for the device: few slots in small batches, many in one full one, so that two compiled shapes serve all.
+
+    A small batch is filled up with rows that are out of range; a full one holds every slot in order.
+    """
+    S = self._sampling.slots
+    if len(slots) > S // 2:
+      return [np.arange(S, dtype=np.int32)]
+    padded = slots + [S] * (-len(slots) % self._few)
+    return list(np.array(padded, np.int32).reshape(-1, self._few))
+
+  @staticmethod
+  def _occupied(rows_R: np.ndarray, slots: Container[int]) -> list[tuple[int, int]]:
+    """(row, slot) of the rows of a batch that are meant."""
+    return [(row, slot) for row, slot in enumerate(rows_R.tolist()) if slot in slots]
+
+
+def _bucket(length: int, context: int) -> int:
+  """Widths of a feed: 8, 32, 128, ... up to the context, so that few shapes are compiled."""
+  width = 8
+  while width < length:
+    width *= 4
+  return min(width, context)
