@@ -25,5 +25,6 @@ def group_advantage(reward_GN: np.ndarray, *, scale: str, eps: float) -> np.ndar
   reward_GN = np.asarray(reward_GN, np.float64)
   equal_G1 = (reward_GN == reward_GN[:, :1]).all(axis=1, keepdims=True)
   centred_GN = np.where(equal_G1, 0.0, reward_GN - reward_GN.mean(axis=1, keepdims=True))
-  divisor_G1 = reward_GN.std(axis=1, keepdims=True) + eps if scale == "std" else 1.0
-  return (centred_GN / divisor_G1).astype(np.float32)
+  if scale == "std":
+    centred_GN = centred_GN / np.where(equal_G1, 1.0, reward_GN.std(axis=1, keepdims=True) + eps)
+  return centred_GN.astype(np.float32)

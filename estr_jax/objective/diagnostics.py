@@ -28,12 +28,15 @@ def diagnose(logprob_BT: jax.Array, entropy_BT: jax.Array, batch: Batch, token_l
   delta = jax.lax.stop_gradient(logprob_BT - batch.logprob)
   finite = mask & jnp.isfinite(delta)
   delta = jnp.where(finite, delta, 0.0)
-  ratio = jnp.exp(jnp.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+  bounded = jnp.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+  ratio = jnp.exp(bounded)
+  # ratio - 1 would round away the KL of nearly equal policies.
+  kl = jnp.expm1(bounded) - delta
 
   def mean(value, where):
     return Mean(jnp.sum(jnp.where(where, value, 0.0)), jnp.sum(where).astype(jnp.float32))
 
-  bins = jnp.clip(jnp.searchsorted(jnp.asarray(ENTROPY_EDGES[1:-1]), batch.entropy, side="right"), 0)
+  bins = jnp.searchsorted(jnp.asarray(ENTROPY_EDGES[1:-1], jnp.float32), batch.entropy, side="right")
   in_bin = jax.nn.one_hot(bins, len(ENTROPY_EDGES) - 1, dtype=jnp.float32) * finite[..., None]
   per_bin = jnp.sum(in_bin, axis=(0, 1))
   return {
@@ -41,12 +44,12 @@ def diagnose(logprob_BT: jax.Array, entropy_BT: jax.Array, batch: Batch, token_l
     "loss/clip_fraction": mean(token_loss.clipped, mask),
     "policy/entropy": mean(batch.entropy, mask),
     "policy/learner_entropy": mean(jax.lax.stop_gradient(entropy_BT), mask),
-    "policy/rollout_kl": mean(ratio - 1 - delta, finite),
+    "policy/rollout_kl": mean(kl, finite),
     "policy/abs_delta": mean(jnp.abs(delta), finite),
     "policy/ratio": mean(ratio, finite),
     "policy/ratio_square": mean(jnp.square(ratio), finite),
     "policy/abs_delta_by_entropy": Mean(jnp.sum(in_bin * jnp.abs(delta)[..., None], axis=(0, 1)), per_bin),
-    "policy/tokens_by_entropy": Mean(per_bin, jnp.ones_like(per_bin)),
+    "policy/token_share_by_entropy": Mean(per_bin, jnp.broadcast_to(jnp.sum(per_bin), per_bin.shape)),
   }
 
 
