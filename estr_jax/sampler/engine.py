@@ -65,7 +65,12 @@ class Engine:
     self.sampled_tokens = 0  # policy tokens, since the start
 
   @property
+  def slots(self) -> int:
+    return self._sampling.slots
+
+  @property
   def free(self) -> int:
+    """Slots without a sequence."""
     return self._sampling.slots - len(self._episodes)
 
   @property

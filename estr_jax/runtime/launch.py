@@ -1,0 +1,136 @@
+"""Starts the learner and the samplers of a run on this machine, and looks after them."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from estr_jax.errors import UserError
+from estr_jax.observe.writers import write_json
+
+RENDEZVOUS = "learner.json"  # in the workdir: where the learner listens, written by the learner
+PARENT_PIPE = "ESTR_JAX_PARENT_PIPE"  # set for children, whose standard input then ends when the parent does
+
+_LOOK_S = 0.2
+_RESTARTS = 3  # of a sampler; it holds nothing that the learner could not lease anew
+_GOODBYE_S = 20.0  # for a sampler to see that the run is over
+
+
+def announce_learner(workdir: Path, address: str) -> None:
+  """The learner says where it listens."""
+  write_json(workdir / RENDEZVOUS, {"address": address, "pid": os.getpid()})
+
+
+def find_learner(workdir: Path, address: str, deadline_s: float) -> str:
+  """The learner's address: `address` itself, or, where its port is 0, what the learner wrote into the workdir."""
+  if not address.endswith(":0"):
+    return address
+  path = workdir / RENDEZVOUS
+  deadline = time.monotonic() + deadline_s
+  while not path.exists():
+    if time.monotonic() > deadline:
+      raise UserError(f"no learner wrote {path} within {deadline_s:.0f} s; start one with --role=learner")
+    time.sleep(_LOOK_S)
+  return json.loads(path.read_text())["address"]
+
+
+def die_with_parent() -> None:
+  """Ends this process when the one that launched it is gone, however it went."""
+  if PARENT_PIPE not in os.environ:
+    return
+
+  def watch():
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+  threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+@dataclasses.dataclass
+class _Child:
+  role: str
+  process: subprocess.Popen
+  restarts: int = 0
+
+
+def launch(commands: Mapping[str, Sequence[str]], workdir: Path, *, environment: Mapping[str, str]) -> int:
+  """Runs the learner and the samplers until the learner ends.
+
+  A sampler that is killed is started again; a learner that is killed ends the run, whose next start resumes it.
+
+  Args:
+    commands: role -> command; "learner", and any number of others, which are samplers.
+    workdir: gets each sampler's output as ROLE.log.
+    environment: added to the children's.
+
+  Returns:
+    The exit status.
+  """
+  (workdir / RENDEZVOUS).unlink(missing_ok=True)
+  environment = {**os.environ, **environment, PARENT_PIPE: "1"}
+
+  def start(role: str) -> subprocess.Popen:
+    with contextlib.nullcontext() if role == "learner" else open(workdir / f"{role}.log", "ab") as output:
+      return subprocess.Popen(
+        commands[role], stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True
+      )
+
+  children = {role: _Child(role, start(role)) for role in commands}
+  learner = children.pop("learner")
+  interrupted = threading.Event()
+  for name in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(name, lambda *_: interrupted.set())
+  try:
+    while learner.process.poll() is None:
+      if interrupted.wait(_LOOK_S):
+        print("interrupted; run the same command again to go on from the last checkpoint", file=sys.stderr)
+        return 130
+      for child in children.values():
+        status = child.process.poll()
+        if status is None or status == 0:
+          continue
+        log = workdir / f"{child.role}.log"
+        if status > 0 or child.restarts == _RESTARTS:
+          print(f"{child.role} ended with status {status}: {_last_line(log)} (all of it: {log})", file=sys.stderr)
+          return abs(status)
+        child.restarts += 1
+        print(f"{child.role} was killed by signal {-status}; started again", file=sys.stderr)
+        child.process = start(child.role)
+    status = learner.process.returncode
+    if status < 0:
+      print(
+        f"the learner was killed by signal {-status}; run the same command again to go on from the last checkpoint",
+        file=sys.stderr,
+      )
+    if status == 0:
+      deadline = time.monotonic() + _GOODBYE_S
+      for child in children.values():
+        _wait(child.process, deadline - time.monotonic())
+    return abs(status)
+  finally:
+    for child in (learner, *children.values()):
+      if child.process.poll() is None:
+        child.process.terminate()
+        if not _wait(child.process, 5.0):
+          child.process.kill()
+          child.process.wait()
+
+
+def _wait(process: subprocess.Popen, seconds: float) -> bool:
+  try:
+    process.wait(max(0.0, seconds))
+  except subprocess.TimeoutExpired:
+    return False
+  return True
+
+
+def _last_line(log: Path) -> str:
+  lines = log.read_text(errors="replace").strip().splitlines()
+  return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,145 @@
+"""The learner's loop: take a batch, update, publish, write a row. The same in every mode."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from estr_jax.learner import batching, step
+from estr_jax.learner.checkpoint import Checkpoints
+from estr_jax.objective.diagnostics import effective_sample_size
+from estr_jax.observe.terminal import View
+from estr_jax.observe.writers import MetricsFile, Row, to_row
+from estr_jax.runtime.rollouts import Groups, Rollouts
+from estr_jax.structs import Batch, Mean, TrainState, Weights
+
+Evaluate = Callable[[Weights, int], Mapping[str, float]]  # (weights, held-out prompts) -> eval/* metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+  """What an update needs."""
+
+  assemble: Callable[[Groups], Batch]
+  place: Callable[[Batch], Batch]  # onto the mesh
+  train_step: step.TrainStep
+  score_step: step.ScoreStep | None  # where the loss's edge asks for log q
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """When things happen, in updates."""
+
+  steps: int
+  checkpoint_every: int
+  eval_every: int  # 0 = none in between
+  eval_prompts: int  # before the first update and after the last
+  eval_every_prompts: int
+
+
+def learner_loop(
+  state: TrainState,
+  rollouts: Rollouts,
+  learner: Learner,
+  schedule: Schedule,
+  *,
+  evaluate: Evaluate,
+  checkpoints: Checkpoints,
+  host_record: Mapping,
+  metrics_file: MetricsFile,
+  view: View,
+) -> TrainState:
+  """Trains until `schedule.steps` updates are done.
+
+  Args:
+    state: where to go on from; donated.
+    rollouts: the source of batches; told of the weights of `state` first.
+    learner: builds and applies updates.
+    schedule: when to evaluate and to save.
+    evaluate: of held-out prompts.
+    checkpoints: of state, prompt cursor and `host_record`.
+    host_record: JSON that a resumed run must find unchanged.
+    metrics_file: gets one row per update, and one of step 0 with the evaluation before training.
+    view: shows the run.
+
+  Returns:
+    The last state, saved.
+  """
+  copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))  # the state's own buffers are donated
+  version = int(state.step)
+  weights = Weights(version, copy(state.params))
+  rollouts.publish(weights)
+  if version == 0 and metrics_file.last_step is None:
+    view.phase("evaluating before training", detail=f"{schedule.eval_prompts} held-out prompts")
+    row = to_row(0, dict(evaluate(weights, schedule.eval_prompts)))
+    metrics_file.append(row)
+    view.step(row)
+    checkpoints.save(0, state, {**host_record, "cursor": rollouts.cursor()})
+  view.phase("waiting for the first batch")
+  ended = time.monotonic()
+  while version < schedule.steps:
+    began = time.monotonic()
+    groups = rollouts.take(version)
+    taken = time.monotonic()
+    batch = learner.place(learner.assemble(groups))
+    if learner.score_step is not None:
+      batch = dataclasses.replace(batch, proximal=learner.score_step(state.params, batch))
+    state, device_metrics = learner.train_step(state, batch)
+    metrics = {**batching.staleness(groups, version), **jax.device_get(device_metrics)}
+    trained = time.monotonic()
+    version += 1
+    step.check_ratio(metrics)
+    compiled = step.compilations(learner.train_step)
+    if compiled != 1:
+      raise RuntimeError(f"the train step was compiled {compiled} times by step {version}: a shape changed")
+
+    weights = Weights(version, copy(state.params))
+    rollouts.publish(weights)
+    published = time.monotonic()
+    metrics |= _derived(metrics) | rollouts.metrics()
+    last = version == schedule.steps
+    if last:
+      rollouts.finish()
+    if last or (schedule.eval_every and version % schedule.eval_every == 0):
+      metrics |= evaluate(weights, schedule.eval_prompts if last else schedule.eval_every_prompts)
+    now = time.monotonic()
+    tokens = metrics["policy/tokens"]
+    metrics |= {
+      "time/step_s": now - ended,
+      "time/wait_rollouts_s": taken - began,
+      "time/train_s": trained - taken,
+      "time/publish_s": published - trained,
+      "throughput/tokens_per_s": tokens / (now - ended),
+    }
+    ended = now
+    row = to_row(version, metrics)
+    # The row before the checkpoint: a run that is killed between the two repeats the step and rewrites its row.
+    metrics_file.append(row)
+    view.step(row)
+    checkpoints.check()
+    if last or version % schedule.checkpoint_every == 0:
+      checkpoints.save(version, state, {**host_record, "cursor": rollouts.cursor()})
+  checkpoints.wait()
+  return state
+
+
+def _derived(metrics: Mapping[str, Mean | np.ndarray]) -> dict[str, float]:
+  """Metrics that are functions of means and not means themselves."""
+  length = metrics["rollout/length"]
+  derived = {"policy/tokens": float(length.total)}
+  if "policy/ratio" in metrics:
+    ratio, square = (float(metrics[name].value()) for name in ("policy/ratio", "policy/ratio_square"))
+    derived["policy/ess"] = effective_sample_size(ratio, square)
+  return derived
+
+
+def accuracies(rows: list[Row]) -> dict[str, dict[str, float]]:
+  """{"sampled": {"before", "after"}, "greedy": ...} from the first and the last evaluation of a run."""
+  return {
+    kind: {"before": values[0], "after": values[-1]}
+    for kind in ("sampled", "greedy")
+    if (values := [row[f"eval/{kind}_accuracy"] for row in rows if f"eval/{kind}_accuracy" in row])
+  }

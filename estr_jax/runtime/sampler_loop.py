@@ -1,0 +1,168 @@
+"""The sampler's loop: lease prompts, decode, put finished groups, and take new weights as they come."""
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+
+from estr_jax.errors import UserError
+from estr_jax.sampler.engine import Engine
+from estr_jax.structs import NO_VERSION, Params, Prompt, Trajectory, Weights
+from estr_jax.transport.broker import StaleIncarnation
+from estr_jax.transport.client import Client
+
+_FETCH_WAIT_S = 10.0  # of one call for newer weights
+_IDLE_WAIT_S = 1.0  # of one call for prompts while nothing else is to be done
+_PAUSE_S = 0.002  # before looking again for weights that are on their way
+
+
+class Status:
+  """What the sampler is doing, as its heartbeat reports it. Written by the loop, read by the beats' thread."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._state, self._since, self._version = "joining", time.monotonic(), NO_VERSION
+
+  def set(self, state: str, version: int | None) -> None:
+    """Progress: even in the same state it starts the clock of that state anew."""
+    with self._lock:
+      self._state, self._since = state, time.monotonic()
+      self._version = NO_VERSION if version is None else version
+
+  def report(self) -> tuple[str, float, int]:
+    with self._lock:
+      return self._state, time.monotonic() - self._since, self._version
+
+
+class Fetcher:
+  """Fetches newer weights in a thread, so that decoding goes on meanwhile."""
+
+  def __init__(self, client: Client, place: Callable[[Params], Params]):
+    self._client, self._place = client, place
+    self._newest: Weights | None = None
+    self._fault: Exception | None = None
+    self._stopped = threading.Event()
+    self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+    self._thread.start()
+
+  def newest(self) -> Weights | None:
+    """None before the first ones arrived. Raises what the thread died of."""
+    if self._fault is not None:
+      raise self._fault
+    return self._newest
+
+  def stop(self) -> None:
+    self._stopped.set()
+
+  def _run(self) -> None:
+    have = NO_VERSION
+    try:
+      while not self._stopped.is_set():
+        weights = self._client.fetch_weights(have, _FETCH_WAIT_S)
+        if weights is not None:
+          have = weights.version
+          self._newest = Weights(weights.version, self._place(weights.params))
+    except Exception as fault:  # handed to the loop's thread by `newest`
+      self._fault = fault
+
+
+@dataclasses.dataclass
+class _Work:
+  """Leased and not handed in."""
+
+  waiting: collections.deque[Prompt]  # for a slot
+  sizes: dict[int, int]  # group -> trajectories it will have
+  done: dict[int, list[Trajectory]]  # group -> those that it has
+  needs: int = NO_VERSION  # the version that the newest lease asks for
+
+  @classmethod
+  def nothing(cls) -> "_Work":
+    return cls(collections.deque(), {}, {})
+
+
+def sampler_loop(
+  engine: Engine, client: Client, place: Callable[[Params], Params], *, group_size: int, deadline_s: float
+) -> None:
+  """Samples until the learner says that the run is over.
+
+  A learner that restarts ends the work in hand: it may have gone back to older weights, from which what was sampled
+  here would come from the future.
+
+  Args:
+    engine: empty.
+    client: not joined yet.
+    place: numpy parameters -> device parameters.
+    group_size: prompts of a group, by which the wish for prompts is counted.
+    deadline_s: the longest wait for the first weights after joining.
+
+  Raises:
+    UserError: the learner does not answer, or refuses this sampler.
+  """
+  status = Status()
+  joined = False
+  while True:
+    client.join()
+    if not joined:
+      client.start_beats(status.report)
+      joined = True
+    fetcher = Fetcher(client, place)
+    try:
+      _sample(engine, client, fetcher, status, group_size, deadline_s)
+      return
+    except StaleIncarnation:
+      engine.drop_all()
+      status.set("joining", None)
+    finally:
+      fetcher.stop()
+
+
+def _sample(
+  engine: Engine, client: Client, fetcher: Fetcher, status: Status, group_size: int, deadline_s: float
+) -> None:
+  engine.set_weights(_first_weights(fetcher, status, deadline_s))
+  status.set("compiling", engine.version)
+  work = _Work.nothing()
+  while True:
+    engine.set_weights(fetcher.newest())
+    room = engine.free - len(work.waiting)
+    idle = engine.free == engine.slots and not work.waiting
+    if room > 0:
+      if idle:
+        status.set("waiting", engine.version)
+      lease = client.lease(-(-room // group_size), _IDLE_WAIT_S if idle else 0.0)
+      if lease.finished:
+        return
+      for prompts in lease.groups:
+        work.needs = max(work.needs, lease.version)
+        work.sizes[prompts[0].group] = len(prompts)
+        work.waiting.extend(prompts)
+    if engine.version >= work.needs:
+      engine.admit([work.waiting.popleft() for _ in range(min(engine.free, len(work.waiting)))])
+    if not engine.can_move():
+      time.sleep(_PAUSE_S)
+      continue
+    for trajectory in engine.advance():
+      group = trajectory.group
+      work.done.setdefault(group, []).append(trajectory)
+      if len(work.done[group]) == work.sizes[group]:
+        client.put(work.done.pop(group))
+        del work.sizes[group]
+    status.set("decoding", engine.version)
+
+
+def _first_weights(fetcher: Fetcher, status: Status, deadline_s: float) -> Weights:
+  status.set("fetching", None)
+  deadline = time.monotonic() + deadline_s
+  while (weights := fetcher.newest()) is None:
+    if time.monotonic() > deadline:
+      raise UserError(f"no weights from the learner within queue.deadline_s = {deadline_s:.0f} s; look at its output")
+    time.sleep(_PAUSE_S)
+  return weights
+
+
+def device_placer(dtype: str) -> Callable[[Params], Params]:
+  """A function that moves numpy parameters onto the device, in `dtype`."""
+  return lambda params: jax.tree.map(lambda leaf: jax.device_put(leaf.astype(dtype)), params)

@@ -1,0 +1,231 @@
+"""From a checked configuration to the objects that run it. Only programs see a ConfigDict."""
+
+import dataclasses
+import functools
+import hashlib
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from ml_collections import ConfigDict
+
+from estr_jax.errors import UserError
+from estr_jax.learner import batching, optimizer, step, warm_start
+from estr_jax.model import decoder, hf, sharding
+from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.tokenizers import CharTokenizer, FolderTokenizer, Tokenizer
+from estr_jax.objective.losses import LOSSES
+from estr_jax.objective.triangle import needs_proximal
+from estr_jax.observe.terminal import View
+from estr_jax.runtime.evaluation import Evaluator
+from estr_jax.runtime.learner_loop import Learner, Schedule
+from estr_jax.sampler.engine import Engine, Sampling
+from estr_jax.structs import Params, TrainState
+from estr_jax.tasks import TASKS
+from estr_jax.tasks.prompts import PromptStream
+from estr_jax.tasks.task import TRAIN, Task
+from estr_jax.transport.security import Tls
+
+# Independent random streams of one seed.
+_INIT, _SAMPLING, _EVALUATION = range(3)
+
+
+def key(config: ConfigDict, stream: int) -> jax.Array:
+  return jax.random.fold_in(jax.random.key(config.seed), stream)
+
+
+def cache_dir(config: ConfigDict) -> Path:
+  return Path(config.cache_dir).expanduser()
+
+
+def use_compilation_cache(config: ConfigDict) -> None:
+  """Compiled programs are kept, so that the second run of a config starts at once."""
+  jax.config.update("jax_compilation_cache_dir", os.fspath(cache_dir(config) / "compiled"))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def task_of(config: ConfigDict) -> Task:
+  return TASKS[config.task.name]
+
+
+def tokenizer_of(config: ConfigDict) -> Tokenizer:
+  if config.model.folder:
+    return FolderTokenizer(Path(config.model.folder).expanduser())
+  return CharTokenizer(task_of(config).alphabet)
+
+
+def model_of(config: ConfigDict, tokenizer: Tokenizer) -> DecoderConfig:
+  """The folder's shape, or that of the config; computation as the config says."""
+  m = config.model
+  if m.folder:
+    shape = hf.read_config(Path(m.folder).expanduser())
+  else:
+    keys = {field.name for field in dataclasses.fields(DecoderConfig)} - {"vocab_size", "dtype", "remat"}
+    shape = {"vocab_size": tokenizer.vocab_size, **{name: m[name] for name in keys}}
+  return DecoderConfig(**shape, dtype=m.dtype, remat=m.remat)
+
+
+def description(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer) -> dict[str, str]:
+  """What learner and sampler must agree on, flat."""
+  vocabulary = hashlib.sha256(repr([tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]).encode())
+  return {
+    **{f"model.{name}": str(value) for name, value in dataclasses.asdict(model).items() if name != "remat"},
+    "tokenizer": vocabulary.hexdigest()[:16],
+    "task.name": config.task.name,
+    "sampling.temperature": str(config.sampling.temperature),
+    "sampling.context": str(config.sampling.context),
+  }
+
+
+def stream_of(config: ConfigDict, tokenizer: Tokenizer) -> PromptStream:
+  return PromptStream(
+    task_of(config),
+    tokenizer,
+    data_dir=cache_dir(config) / "prompts",
+    split=TRAIN,
+    seed=config.seed,
+    group_size=config.batch.group_size,
+    max_prompt_tokens=config.sampling.context - 1,
+  )
+
+
+def engine_of(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer) -> Engine:
+  s = config.sampling
+  sampling = Sampling(s.slots, s.context, s.chunk, s.temperature, greedy=False, rebuild_cache=s.rebuild_cache)
+  return Engine(model, task_of(config), tokenizer, sampling, key(config, _SAMPLING))
+
+
+def evaluator_of(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer, stream: PromptStream) -> Evaluator:
+  return Evaluator(
+    model,
+    task_of(config),
+    tokenizer,
+    stream.heldout(max(config.eval.prompts, config.eval.every_prompts)),
+    slots=config.eval.slots,
+    context=config.sampling.context,
+    chunk=config.sampling.chunk,
+    temperature=config.sampling.temperature,
+    key=key(config, _EVALUATION),
+  )
+
+
+def initial_params(
+  config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer, stream: PromptStream, view: View
+) -> Params:
+  """The folder's weights, or random ones; then the supervised warm start, if there is one."""
+  if config.model.folder:
+    view.phase("loading weights", detail=config.model.folder)
+    _, params = hf.load(Path(config.model.folder).expanduser(), model)
+  else:
+    params = jax.jit(functools.partial(decoder.init, model))(key(config, _INIT))
+  w = config.warm_start
+  if not w.steps:
+    return params
+  view.phase("encoding demonstrations", detail=f"{w.demonstrations} of task {config.task.name}")
+  rng = np.random.default_rng(config.seed)
+  pool = warm_start.encode_demonstrations(
+    task_of(config), tokenizer, stream.examples(w.demonstrations), rng, length=config.sampling.context
+  )
+  recipe = {
+    "model": dataclasses.asdict(model),
+    "folder": config.model.folder,
+    "seed": config.seed,
+    "warm_start": w.to_dict(),
+    "demonstrations": warm_start.digest(pool),
+  }
+
+  def progress(done: int, loss: float) -> None:
+    view.phase("supervised warm start", done, w.steps, f"cross-entropy {loss:.3f} nats per token")
+
+  def make() -> Params:
+    view.phase("supervised warm start", 0, w.steps, "compiling")
+    batches = warm_start.sample_batches(pool, batch=w.batch, rng=rng)
+    return warm_start.supervised(
+      model, params, batches, steps=w.steps, learning_rate=w.learning_rate, on_progress=progress
+    )
+
+  return warm_start.cached(cache_dir(config) / "warm_starts", recipe, decoder.abstract_params(model), make)
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+  """The update of a config, and the shape of the state that it moves."""
+
+  learner: Learner
+  abstract: TrainState
+  init: "functools.partial[TrainState]"  # params -> state
+
+
+def update_of(config: ConfigDict, model: DecoderConfig) -> Update:
+  o, loss = config.optimizer, config.loss
+  mesh = sharding.make_mesh(config.mesh.to_dict())
+  rule = optimizer.make(
+    optimizer=o.name,
+    learning_rate=o.learning_rate,
+    warmup_steps=o.warmup_steps,
+    decay=o.decay,
+    total_steps=config.steps,
+    b1=o.b1,
+    b2=o.b2,
+    eps=o.eps,
+    weight_decay=o.weight_decay,
+    clip_norm=o.clip_norm,
+  )
+  hyper = {"edge": loss.edge, "clip_low": loss.clip_low, "clip_high": loss.clip_high, **loss[loss.name]}
+  shared = dict(
+    mesh=mesh,
+    microbatches=config.batch.microbatches,
+    temperature=config.sampling.temperature,
+    score_chunk=config.learner.score_chunk,
+  )
+  train_step = step.make_train_step(
+    model, functools.partial(LOSSES[loss.name], **hyper), rule, diagnostics=config.learner.diagnostics, **shared
+  )
+  assemble = functools.partial(
+    batching.assemble,
+    rows=config.batch.groups * config.batch.group_size,
+    length=config.sampling.context,
+    advantage_scale=config.advantage.scale,
+    advantage_eps=config.advantage.eps,
+    pack=False,
+  )
+  place = functools.partial(jax.device_put, device=NamedSharding(mesh, sharding.BATCH_SPEC))
+  score_step = step.make_score_step(model, **shared) if needs_proximal(loss.edge) else None
+  return Update(
+    learner=Learner(assemble, place, train_step, score_step),
+    abstract=step.abstract_state(model, rule, mesh),
+    init=functools.partial(_init, model, rule, mesh),
+  )
+
+
+def _init(model, rule, mesh, params) -> TrainState:
+  return step.init_state(model, rule, params, mesh)
+
+
+def schedule_of(config: ConfigDict) -> Schedule:
+  return Schedule(
+    steps=config.steps,
+    checkpoint_every=config.checkpoint.every,
+    eval_every=config.eval.every,
+    eval_prompts=config.eval.prompts,
+    eval_every_prompts=config.eval.every_prompts,
+  )
+
+
+def tls_of(config: ConfigDict) -> Tls | None:
+  t = config.transport
+  return Tls(t.tls_certificate, t.tls_key or None) if t.tls_certificate else None
+
+
+def token_of(config: ConfigDict) -> str | None:
+  """The shared secret of learner and samplers."""
+  path = config.transport.token_file
+  if not path:
+    return None
+  try:
+    return Path(path).expanduser().read_text().strip()
+  except OSError as error:
+    line = f"transport.token_file={path} cannot be read: {error.strerror}; name a file that holds a token"
+    raise UserError(line) from error

@@ -1,0 +1,149 @@
+"""From the command line to a checked configuration."""
+
+import difflib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from estr_jax.errors import UserError
+from estr_jax.model.decoder import REMAT
+from estr_jax.objective.advantages import SCALES
+from estr_jax.objective.losses import LOSSES
+from estr_jax.objective.triangle import EDGES
+from estr_jax.tasks import TASKS
+
+MODES = ("async", "sync", "simulated")
+
+
+def parse(argv: Sequence[str], define: Callable[[], None]) -> None:
+  """Parses the flags. Raises UserError, in one line, for whatever the command line or a config file has wrong."""
+  define()
+  try:
+    rest = flags.FLAGS(list(argv))
+  except flags.Error as error:
+    raise UserError(_first_line(error)) from error
+  except (FileNotFoundError, ImportError) as error:
+    raise UserError(f"the config file cannot be read: {_first_line(error)}") from error
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise UserError(f"the configuration is wrong: {_first_line(error)}") from error
+  if len(rest) > 1:
+    raise UserError(f"unknown argument {rest[1]!r}; flags look like --workdir=DIR and --config.steps=10")
+
+
+def main(program: Callable[[], int]) -> None:
+  """Runs a program; a user's mistake is one line on standard error and exit status 2."""
+  try:
+    sys.exit(program())
+  except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+def define_config() -> None:
+  """Defines --config, with --config.KEY=VALUE for each of its keys."""
+  config_flags.DEFINE_config_file("config", None, "A file of configs/, as FILE.py or FILE.py:ARGUMENT.")
+
+
+def check(config: ConfigDict) -> None:
+  """Raises UserError for the first key that is unknown, impossible, or contradicts another."""
+  from configs.default import get_config
+
+  _check_keys(config.to_dict(), get_config().to_dict())
+  for test, line in _rules(config):
+    if not test:
+      raise UserError(line)
+
+
+def _first_line(error: Exception) -> str:
+  text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+  return " ".join(text.split())
+
+
+def _check_keys(given: dict, known: dict, path: str = "") -> None:
+  for key, value in given.items():
+    if key not in known:
+      near = difflib.get_close_matches(key, known, n=1, cutoff=0)
+      hint = f"; the nearest known one is {path}{near[0]}" if near else ""
+      raise UserError(f"unknown config key {path}{key}{hint}")
+    if isinstance(known[key], dict):
+      if not isinstance(value, dict):
+        raise UserError(f"config key {path}{key} is a group of keys, not {value!r}")
+      _check_keys(value, known[key], f"{path}{key}.")
+  missing = known.keys() - given.keys()
+  if missing:
+    raise UserError(f"config key {path}{min(missing)} is missing; start from configs/default.py")
+
+
+def _choice(name: str, value: Any, choices: Sequence[str]) -> tuple[bool, str]:
+  near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0)[0]
+  return value in choices, f"{name}={value!r} is unknown: it is one of {', '.join(choices)} (nearest: {near})"
+
+
+def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
+  """(holds, what to say where it does not)."""
+  yield _choice("mode", c.mode, MODES)
+  yield _choice("task.name", c.task.name, sorted(TASKS))
+  yield _choice("loss.name", c.loss.name, sorted(LOSSES))
+  yield _choice("loss.edge", c.loss.edge, EDGES)
+  yield _choice("advantage.scale", c.advantage.scale, SCALES)
+  yield _choice("model.remat", c.model.remat, sorted(REMAT))
+  yield _choice("model.dtype", c.model.dtype, ("float32", "bfloat16"))
+  yield _choice("transport.weights_dtype", c.transport.weights_dtype, ("float32", "bfloat16"))
+  yield _choice("staleness.admission", c.staleness.admission, ("wait", "drop"))
+  positive = (
+    "steps batch.groups batch.group_size batch.microbatches sampling.slots sampling.context sampling.chunk "
+    "sampling.temperature staleness.segment_tokens queue.lease_timeout_s queue.deadline_s learner.score_chunk "
+    "checkpoint.every eval.prompts eval.every_prompts eval.slots optimizer.learning_rate optimizer.clip_norm"
+  )
+  for key in positive.split():
+    group, _, leaf = key.rpartition(".")
+    value = (c[group] if group else c)[leaf]
+    yield value > 0, f"{key}={value} must be above 0"
+  for key in ("staleness.intra", "staleness.inter", "staleness.max", "warm_start.steps", "eval.every"):
+    group, _, leaf = key.rpartition(".")
+    yield c[group][leaf] >= 0, f"{key}={c[group][leaf]} must not be negative"
+  truncated = (
+    "the probabilities of truncated sampling are renormalised over the surviving tokens, which shifts every log-ratio "
+    "and shrinks the entropy that scales the trust region; leave top_p=1 and top_k=0"
+  )
+  yield c.sampling.top_p == 1.0, f"sampling.top_p={c.sampling.top_p} is refused for training: {truncated}"
+  yield c.sampling.top_k == 0, f"sampling.top_k={c.sampling.top_k} is refused for training: {truncated}"
+  asked = c.staleness.intra or c.staleness.inter
+  yield (
+    not asked or c.mode == "simulated",
+    f"staleness.intra={c.staleness.intra} and staleness.inter={c.staleness.inter} are set exactly in mode=simulated "
+    f"only, and mode is {c.mode}; choose that mode, or bound it with staleness.max in mode=async",
+  )
+  rows = c.batch.groups * c.batch.group_size
+  shards = c.batch.microbatches * c.mesh.data * c.mesh.fsdp
+  yield (
+    rows % shards == 0,
+    f"batch.groups x batch.group_size = {rows} rows do not divide by batch.microbatches x mesh.data x mesh.fsdp = "
+    f"{shards}; change one of them",
+  )
+  yield (
+    c.batch.group_size > 1,
+    "batch.group_size=1 leaves every advantage at 0, since it is relative to the group; take 2 or more",
+  )
+  yield (
+    c.queue.capacity >= c.batch.groups,
+    f"queue.capacity={c.queue.capacity} is below batch.groups={c.batch.groups}, so no batch could ever form; raise it",
+  )
+  task = TASKS[c.task.name]
+  yield (
+    bool(c.model.folder) or task.alphabet is not None,
+    f"task.name={c.task.name} speaks to a chat model and model.folder is empty; `make smollm2` fetches one, then set "
+    "model.folder",
+  )
+  yield (
+    c.warm_start.steps == 0 or task.demonstrate is not None,
+    f"warm_start.steps={c.warm_start.steps}, but task {c.task.name} brings no demonstrations; set it to 0",
+  )
+  yield (
+    not c.model.folder or Path(c.model.folder).expanduser().is_dir(),
+    f"model.folder={c.model.folder} does not exist; name a Hugging Face style folder (`make smollm2` makes one)",
+  )
