@@ -124,9 +124,10 @@ def test_files_are_written_once_and_again_when_the_examples_change(tmp_path):
   """Fails if files are rewritten each time, or stale ones are read after an answer has changed."""
   stream(tmp_path, task=few(9))
   (folder,) = tmp_path.iterdir()
-  before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+  times = lambda: {path: path.stat().st_mtime_ns for path in (tmp_path, *folder.rglob("*"))}  # noqa: E731
+  before = times()
   stream(tmp_path, task=few(9))
-  assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+  assert times() == before
 
   changed = [{"question": example["question"], "answer": "0"} for example in few(9).examples(TRAIN)]
   made = stream(tmp_path, task=dataclasses.replace(CALCULATOR, examples=lambda split: changed))

@@ -35,6 +35,14 @@ def test_arithmetic_answer_names_the_digits_sorted():
   assert example["answer"] == "3+5+7+9=24"
 
 
+def test_arithmetic_demonstrations_err_in_some_totals():
+  """Fails if totals are never corrupted, or if the demonstration goes on from the right one all the same."""
+  task, rng = TASKS["arithmetic"], np.random.default_rng(0)
+  examples = list(task.examples(TRAIN))[::2]
+  worth = [task.reward(e["answer"], [text for text, _ in task.demonstrate(rng, **e)]) for e in examples]
+  assert 0.36 < np.mean(worth) < 0.5  # 0.8 ** 4 = 0.41, and a few that hit the right total by chance
+
+
 @pytest.mark.parametrize(
   ("turns", "response"),
   [
