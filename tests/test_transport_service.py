@@ -186,6 +186,21 @@ def test_beats_arrive_and_their_faults_surface(pair):
   assert stats["samplers"]["a"]["state"] == "decoding"
 
 
+def test_a_state_function_that_fails_surfaces_at_the_next_call(pair):
+  """Fails if the beats die silently with it."""
+  client = pair.client()
+  client.join()
+
+  def broken():
+    raise KeyError("no state")
+
+  client.start_beats(broken)
+  deadline = time.monotonic() + 10
+  with pytest.raises(KeyError, match="no state"):
+    while time.monotonic() < deadline:
+      client.lease(1, 0)
+
+
 def test_a_lost_lease_answer_heals_at_the_next_lease(pair):
   """Fails if a group whose answer never arrived stays with a sampler that does not know of it."""
   client = pair.client()
@@ -312,3 +327,19 @@ def test_stop_does_not_wait_for_blocked_calls():
   assert time.monotonic() - start < 5
   assert len(outcome) == 1 and "no answer from the learner" in outcome[0]
   client.close()
+
+
+@pytest.mark.parametrize("gone", ["client", "server"])
+def test_a_blocked_call_does_not_outlive_its_client_or_the_server(gone):
+  """Fails if its thread stays blocked for the whole wait, or grants a lease to nobody."""
+
+  class Context:
+    def is_active(self) -> bool:
+      return gone != "client"
+
+  stopping = threading.Event()
+  if gone == "server":
+    stopping.set()
+  asked = []
+  service._Waiter(stopping).wait(Context(), 60.0, asked.append, lambda answer: False)
+  assert len(asked) == 1 and asked[0] <= 1.0
