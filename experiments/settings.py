@@ -78,6 +78,15 @@ def _check_keys(given: dict, known: dict, path: str = "") -> None:
     raise UserError(f"config key {path}{min(missing)} is missing; start from configs/default.py")
 
 
+def _flat(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
+  """("a.b", value) of every leaf."""
+  for key, value in tree.items():
+    if isinstance(value, dict):
+      yield from _flat(value, f"{path}{key}.")
+    else:
+      yield f"{path}{key}", value
+
+
 def _choice(name: str, value: Any, choices: Sequence[str]) -> tuple[bool, str]:
   near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0)[0]
   return value in choices, f"{name}={value!r} is unknown: it is one of {', '.join(choices)} (nearest: {near})"
@@ -97,15 +106,15 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
   positive = (
     "steps batch.groups batch.group_size batch.microbatches sampling.slots sampling.context sampling.chunk "
     "sampling.temperature staleness.segment_tokens queue.lease_timeout_s queue.deadline_s learner.score_chunk "
-    "checkpoint.every eval.prompts eval.every_prompts eval.slots optimizer.learning_rate optimizer.clip_norm"
+    "checkpoint.every eval.prompts eval.every_prompts eval.slots optimizer.learning_rate optimizer.clip_norm "
+    "loss.clip_low loss.clip_high loss.estr.tau loss.estr.eps loss.icepop.low loss.icepop.high loss.kpop.phi"
   )
+  flat = dict(_flat(c.to_dict()))
   for key in positive.split():
-    group, _, leaf = key.rpartition(".")
-    value = (c[group] if group else c)[leaf]
-    yield value > 0, f"{key}={value} must be above 0"
+    yield flat[key] > 0, f"{key}={flat[key]} must be above 0"
   for key in ("staleness.intra", "staleness.inter", "staleness.max", "warm_start.steps", "eval.every"):
-    group, _, leaf = key.rpartition(".")
-    yield c[group][leaf] >= 0, f"{key}={c[group][leaf]} must not be negative"
+    yield flat[key] >= 0, f"{key}={flat[key]} must not be negative"
+  yield 0 <= c.seed < 2**32, f"seed={c.seed} must be in 0 .. 2^32 - 1"
   truncated = (
     "the probabilities of truncated sampling are renormalised over the surviving tokens, which shifts every log-ratio "
     "and shrinks the entropy that scales the trust region; leave top_p=1 and top_k=0"

@@ -13,7 +13,14 @@ from estr_jax.observe import figures, report, writers
 from experiments import report as program
 
 BINS = len(ENTROPY_EDGES) - 1
-ESTR = {"name": "estr", "edge": "direct", "hyper": {"tau": 1.0, "eps": 0.01, "clip_low": 0.2, "clip_high": 0.28}}
+ESTR = {
+  "name": "estr",
+  "edge": "direct",
+  "clip_low": 0.2,
+  "clip_high": 0.28,
+  "estr": {"tau": 1.0, "eps": 0.01},
+  "icepop": {"low": 0.5, "high": 5.0},
+}
 SUMMARY = {
   "config_name": "quick<start>",
   "mode": "async",
@@ -152,47 +159,23 @@ def _sides(loss):
   return {b.label: [float(side(np.array([0.29]))[0]) for side in b.bounds] for b in figures.boundaries(loss)}
 
 
-def test_boundaries_of_estr_are_its_own_and_the_clip():
-  """Fails if tau multiplies outside the root, eps is lost, or a side of the clip is its ratio and not its log."""
-  loss = {"edge": "direct", "hyper": {"tau": 3.0, "eps": 0.01, "clip_low": 0.2, "clip_high": 0.28}}
-  estr, clip = _sides(loss).values()
+def test_the_boundaries_of_both_bands_and_the_clip():
+  """Fails if tau multiplies outside the root, eps is lost, one side of a band is missing, or a side is its ratio."""
+  estr, band, clip = _sides(ESTR | {"estr": {"tau": 3.0, "eps": 0.01}}).values()
   np.testing.assert_allclose(estr, [np.sqrt(3.0 * 0.3)])
+  np.testing.assert_allclose(band, [np.log(5.0), np.log(2.0)])
   np.testing.assert_allclose(clip, [np.log(1.28), -np.log(0.8)])
 
 
-def test_boundaries_of_a_ratio_band():
-  """Fails if only one side of the band [low, high] is drawn."""
-  loss = {"edge": "direct", "hyper": {"low": 0.5, "high": 5.0, "clip_low": 0.2, "clip_high": 0.2}}
-  band, _ = _sides(loss).values()
-  np.testing.assert_allclose(band, [np.log(5.0), np.log(2.0)])
+def test_the_band_in_force_is_named():
+  """Fails if a reader takes the band that is drawn for comparison for the run's own."""
+  for name in ("estr", "icepop"):
+    in_force = [label for label in _sides(ESTR | {"name": name}) if "in force" in label]
+    assert len(in_force) == 1 and in_force[0].startswith({"estr": "ESTR", "icepop": "fixed band"}[name])
 
 
 def test_the_proximal_edge_has_no_fixed_boundary_on_delta():
   """Fails if the clip of pi / q is drawn as a boundary of pi / mu; an infinite tau (null) is no boundary either."""
-  hyper = {"tau": None, "eps": 0.01, "low": 0.5, "high": 5.0, "clip_low": 0.2, "clip_high": 0.2}
-  assert _sides({"edge": "proximal", "hyper": hyper}) == {}
-  assert list(_sides({"edge": "proximal", "hyper": hyper | {"tau": 2.0}})) == ["ESTR: sqrt(2 (H + 0.01))"]
-
-
-def test_pooling_adds_histograms_over_rows_that_have_them():
-  """Fails if only the last row is shown, or if a row without the histogram breaks it."""
-  rows = [{"step": 0}, {"step": 1, "h": [1, 2]}, {"step": 2, "h": [3, None]}]
-  np.testing.assert_array_equal(figures.pooled(rows, "h"), [4, 2])
-  assert figures.pooled([{"step": 1, "h": [0, 0]}], "h") is None
-
-
-def test_series_keeps_nulls_as_gaps_and_is_empty_without_a_number():
-  """Fails if a null is drawn as 0, or shifts the later values to other steps."""
-  rows = [{"step": 1, "x": 5}, {"step": 2}, {"step": 3, "x": None}, {"step": 4, "x": 7}]
-  steps, values = figures.series(rows, "x")
-  np.testing.assert_array_equal(steps, [1, 3, 4])
-  np.testing.assert_array_equal(values, [5, np.nan, 7])
-  assert len(figures.series(rows[1:3], "x")[0]) == 0
-
-
-def test_running_mean_equals_the_mean_of_its_window():
-  """Fails if the window is off by one, or if a NaN spoils or dilutes it."""
-  values = np.random.default_rng(0).normal(size=30)
-  values[7] = np.nan
-  expected = [np.nanmean(values[max(0, n - 4) : n + 1]) for n in range(30)]
-  np.testing.assert_allclose(figures._running_mean(values), expected)
+  loss = ESTR | {"edge": "proximal"}
+  assert list(_sides(loss)) == ["ESTR: sqrt(1 (H + 0.01)), in force"]
+  assert _sides(loss | {"estr": {"tau": None, "eps": 0.01}}) == {}

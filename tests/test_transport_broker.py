@@ -97,13 +97,13 @@ def test_beats_keep_the_lease_until_the_deadline_of_the_state():
     entered, given_back_after = clock.now, None
     while given_back_after is None:
       clock.now += 5
-      broker.beat("a", state, clock.now - entered, NO_VERSION)
+      broker.beat("a", state, clock.now - entered)
       if broker.stats()["leased"] == 0:
         given_back_after = clock.now - entered
     assert STATE_DEADLINE_S[state] < given_back_after <= STATE_DEADLINE_S[state] + 5
     assert leased(broker, "a", 1) == [0]
   with pytest.raises(ValueError, match="napping"):
-    broker.beat("a", "napping", 0, 0)
+    broker.beat("a", "napping", 0)
 
 
 def test_a_new_process_under_a_name_gives_the_old_leases_back_at_once():
@@ -319,7 +319,7 @@ def test_not_ready_says_who_is_waited_for():
   clock = Clock()
   broker = make(clock)
   leased(broker)
-  broker.beat("a", "decoding", 0, 0)
+  broker.beat("a", "decoding", 0)
   broker.put("a", answers(1, 0))
   clock.now += 3
   with pytest.raises(NotReady, match=r"1 groups here, 2 needed; outstanding: 0 at a, 2 at a.*a decoding for 3 s"):
@@ -329,10 +329,19 @@ def test_not_ready_says_who_is_waited_for():
 def test_acknowledged_versions_are_kept_in_order():
   broker = make()
   for version in (NO_VERSION, 0, 0, 2, 3):
-    broker.beat("a", "decoding", 0, version)
+    broker.hear("a", version, 0.0)
   broker.join("a", 7)
-  broker.beat("a", "decoding", 0, 3)
+  broker.hear("a", 3, 0.0)
   assert broker.stats()["acknowledged"] == {"a": [0, 2, 3, 3]}
+
+
+def test_waits_add_up_over_the_processes_of_a_name():
+  """Fails if a sampler that starts anew takes its predecessor's waits away, or counts them twice."""
+  broker = make()
+  for waited_s in (0.0, 2.0, 3.5, 1.0, 1.5):
+    broker.hear("a", 0, waited_s)
+  broker.hear("b", 0, 4.0)
+  assert broker.stats()["sampler_waited_s"] == 3.5 + 1.5 + 4.0
 
 
 @pytest.mark.parametrize(

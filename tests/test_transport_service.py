@@ -174,8 +174,9 @@ def test_beats_arrive_and_their_faults_surface(pair):
   pair.broker.lease_timeout_s = 0.5
   client = pair.client()
   client.join()
-  states = iter([("compiling", 0.0, NO_VERSION), ("decoding", 0.0, 4)])
-  client.start_beats(lambda: next(states, ("napping", 0.0, 4)))
+  states = iter([("compiling", 0.0), ("decoding", 0.0)])
+  client.holds(4, 1.5)
+  client.start_beats(lambda: next(states, ("napping", 0.0)))
   deadline = time.monotonic() + 10
   with pytest.raises(ValueError, match="napping"):
     while time.monotonic() < deadline:
@@ -183,6 +184,7 @@ def test_beats_arrive_and_their_faults_surface(pair):
       time.sleep(0.02)
   stats = pair.broker.stats()
   assert stats["acknowledged"] == {"a": [4]}
+  assert stats["sampler_waited_s"] == 1.5
   assert stats["samplers"]["a"]["state"] == "decoding"
 
 

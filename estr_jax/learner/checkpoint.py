@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from absl import logging
 from orbax.checkpoint import checkpoint_utils
 
 from estr_jax.errors import UserError
@@ -35,10 +36,11 @@ class Checkpoints:
 
   def __init__(self, folder: str | os.PathLike):
     self.folder = Path(folder).absolute()
+    logging.set_verbosity(logging.FATAL)  # Orbax also logs, with a traceback a thread, what it raises
     with _storage_faults(self.folder):
       self._manager = ocp.CheckpointManager(
         self.folder,
-        item_names=(_STATE, _HOST),
+        item_handlers={_STATE: ocp.StandardCheckpointHandler(), _HOST: ocp.JsonCheckpointHandler()},
         # Half-written folders are what a killed run leaves behind.
         options=ocp.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True),
       )

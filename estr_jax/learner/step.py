@@ -152,7 +152,7 @@ def make_train_step(
     once = jnp.float32(1)
     metrics["loss/objective"] = Mean(objective * denominator, denominator)
     metrics["policy/max_abs_delta"] = Mean(largest_M.max(), once)
-    metrics["optimizer/gradient_norm"] = Mean(optax.global_norm(gradient), once)
+    metrics["optimizer/gradient_norm"] = Mean(optax.tree.norm(gradient), once)
     metrics["optimizer/learning_rate"] = Mean(learning_rate(opt_state), once)
     return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
 

@@ -107,7 +107,7 @@ class Decoder(nnx.Module):
     c = config
     embedding_init = nnx.initializers.normal(0.02)
     self.embed = nnx.Embed(c.vocab_size, c.width, dtype=c.dtype, embedding_init=embedding_init, rngs=rngs)
-    self.layers = nnx.vmap(lambda r: Layer(c, r), in_axes=0, out_axes=0)(rngs.fork(split=c.layers))
+    self.layers = nnx.vmap(lambda r: Layer(c, r), in_axes=0, out_axes=0)(rngs.split(c.layers))
     self.final_norm = nnx.RMSNorm(c.width, epsilon=c.norm_eps, dtype=c.dtype, rngs=rngs)
     if not c.tied_head:
       self.head = nnx.Linear(c.width, c.vocab_size, use_bias=False, kernel_init=embedding_init, rngs=rngs)

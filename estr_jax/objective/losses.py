@@ -46,8 +46,8 @@ def icepop(
 ) -> TokenLoss:
   """IcePop: a fixed band [low, high] on a ratio.
 
-  edge "proximal" is the original: B = q / mu is both the band's ratio and a detached weight, times PPO(pi / q); its mask
-  does not move with theta. Edge "direct" masks by pi / mu and clips the same ratio, with no weight.
+  edge "proximal" is the original: B = q / mu is both the band's ratio and a detached weight, times PPO(pi / q); its
+  mask does not move with theta. Edge "direct" masks by pi / mu and clips the same ratio, with no weight.
   """
   if edge == "proximal":
     log_b = log_behaviour_ratio(batch)

@@ -40,4 +40,4 @@ def needs_proximal(edge: str) -> bool:
 def _proximal(batch: Batch) -> jax.Array:
   if batch.proximal is None:
     raise ValueError("this edge needs batch.proximal (log q): recompute it before the update")
-  return batch.proximal
+  return jax.lax.stop_gradient(batch.proximal)

@@ -117,26 +117,33 @@ class Boundary(NamedTuple):
 
 
 def boundaries(loss: Mapping[str, Any]) -> list[Boundary]:
-  """The boundaries that `loss` ({"edge", "hyper": {..}}) puts on |log pi - log mu|: ESTR's, a ratio band, the clip.
+  """The boundaries on |log pi - log mu| that a run's `loss` settings speak of: ESTR's, IcePop's fixed band, the clip.
 
-  On the edge "proximal" the band and the clip act on other ratios, so only ESTR's is one on delta.
+  Both bands are drawn whichever is in force, since their difference is the point. On the edge "proximal" the band and
+  the clip act on other ratios, so only ESTR's is one on delta.
   """
-  hyper, found = loss["hyper"], []
-  if _positive(hyper, "tau", "eps"):
-    tau, eps = hyper["tau"], hyper["eps"]
-    label = f"ESTR: sqrt({tau:g} (H + {eps:g}))"
-    found.append(Boundary(label, (lambda entropy: np.sqrt(tau * (entropy + eps)),), True))
-  if loss["edge"] == "direct" and _positive(hyper, "low", "high"):
-    found.append(_fixed("band", math.log(hyper["low"]), math.log(hyper["high"])))
-  if loss["edge"] == "direct" and _positive(hyper, "clip_low", "clip_high") and hyper["clip_low"] < 1:
-    found.append(_fixed("clip", math.log1p(-hyper["clip_low"]), math.log1p(hyper["clip_high"])))
+
+  def label(name: str, text: str) -> str:
+    return f"{text}, in force" if loss["name"] == name else f"{text}, for comparison"
+
+  found, estr, icepop = [], loss["estr"], loss["icepop"]
+  if _positive(estr, "tau", "eps"):
+    tau, eps = estr["tau"], estr["eps"]
+    text = label("estr", f"ESTR: sqrt({tau:g} (H + {eps:g}))")
+    found.append(Boundary(text, (lambda entropy: np.sqrt(tau * (entropy + eps)),), True))
+  if loss["edge"] == "direct" and _positive(icepop, "low", "high"):
+    low, high = math.log(icepop["low"]), math.log(icepop["high"])
+    found.append(_fixed(label("icepop", f"fixed band: {low:.3g} to {high:.3g}"), low, high))
+  if loss["edge"] == "direct" and _positive(loss, "clip_low", "clip_high") and loss["clip_low"] < 1:
+    low, high = math.log1p(-loss["clip_low"]), math.log1p(loss["clip_high"])
+    found.append(_fixed(f"clip: {low:.3g} to {high:.3g}", low, high))
   return found
 
 
-def _fixed(what: str, low: float, high: float) -> Boundary:
+def _fixed(label: str, low: float, high: float) -> Boundary:
   """A band low <= delta <= high that knows nothing of the entropy; its two sides."""
   bounds = tuple(lambda entropy, side=side: np.full_like(entropy, abs(side)) for side in (high, low))
-  return Boundary(f"fixed {what}: {low:.3g} to {high:.3g}", bounds, False)
+  return Boundary(label, bounds, False)
 
 
 def waits(rows: Sequence[Row]) -> str | None:

@@ -37,6 +37,7 @@ GLOSSARY: dict[str, Metric] = {
     "1 - kept tokens / policy tokens (trust region)", _FRACTION, "0.001 to 0.05; 0 means the region never acts"
   ),
   "loss/clip_fraction": Metric("kept tokens whose gradient the clip removed / policy tokens", _FRACTION, "below 0.2"),
+  "policy/tokens": Metric("policy tokens of the batch", "tokens", "steady"),
   "policy/entropy": Metric("mean H", "nats", "falls slowly; a plunge to 0 or a climb is a collapse"),
   "policy/learner_entropy": Metric("mean entropy of pi", "nats", "near policy/entropy"),
   "policy/rollout_kl": Metric(

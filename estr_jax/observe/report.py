@@ -64,7 +64,8 @@ def _page(rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[str, 
 
 def _headline(rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[str, Any] | None) -> str:
   loss = config["loss"]
-  hyper = ", ".join(f"{name} {_number(value)}" for name, value in loss["hyper"].items())
+  values = {**loss[loss["name"]], "clip_low": loss["clip_low"], "clip_high": loss["clip_high"]}
+  hyper = ", ".join(f"{name} {_number(value)}" for name, value in values.items())
   if summary is None:
     last = rows[-1]["step"] if rows else 0
     return (

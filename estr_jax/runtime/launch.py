@@ -47,7 +47,7 @@ def die_with_parent() -> None:
     return
 
   def watch():
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
     os._exit(1)
 
   threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -40,6 +40,20 @@ class Rollouts(Protocol):
     """No further batch will be taken."""
 
 
+class Rate:
+  """How fast a count that only grows is growing."""
+
+  def __init__(self):
+    self._count, self._at = 0.0, time.monotonic()
+
+  def since_last(self, count: float) -> float:
+    """Per second since the last call, or since the start."""
+    now = time.monotonic()
+    rate = (count - self._count) / max(now - self._at, 1e-9)
+    self._count, self._at = count, now
+    return rate
+
+
 class LocalRollouts:
   """Samples each batch in this process, when it is asked for: modes sync and simulated."""
 
@@ -55,6 +69,7 @@ class LocalRollouts:
     self._engine, self._prompts_at, self._schedule = engine, prompts_at, schedule
     self._groups_per_batch = groups_per_batch
     self._next_group = 0 if cursor is None else cursor["next_group"]
+    self._sampled = Rate()
 
   def take(self, version: int) -> Groups:
     first = self._next_group
@@ -79,7 +94,7 @@ class LocalRollouts:
     return {"next_group": self._next_group, "unfinished": []}
 
   def metrics(self) -> dict[str, Mean | float]:
-    return {}
+    return {"throughput/sampled_tokens_per_s": self._sampled.since_last(self._engine.sampled_tokens)}
 
   def finish(self) -> None:
     pass
@@ -102,6 +117,8 @@ class RemoteRollouts:
     self._broker, self._store, self._server = broker, store, server
     self._deadline_s, self._on_wait = deadline_s, on_wait
     self._cast = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(weights_dtype), params))
+    self._sampled = Rate()
+    self._waited_s = 0.0
 
   def take(self, version: int) -> Groups:
     deadline = time.monotonic() + self._deadline_s
@@ -126,12 +143,15 @@ class RemoteRollouts:
 
   def metrics(self) -> dict[str, Mean | float]:
     stats = self._broker.stats()
+    waited_s, self._waited_s = stats["sampler_waited_s"] - self._waited_s, stats["sampler_waited_s"]
     return {
       "queue/queued": stats["queued"],
       "queue/leased": stats["leased"],
       "queue/dropped": stats["dropped"],
       "queue/accepted_length": stats["accepted_length"],
       "queue/generated_length": stats["generated_length"],
+      "time/sampler_wait_s": waited_s,
+      "throughput/sampled_tokens_per_s": self._sampled.since_last(stats["generated_length"].total),
     }
 
   def finish(self) -> None:

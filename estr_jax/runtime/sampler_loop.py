@@ -18,23 +18,28 @@ _FETCH_WAIT_S = 10.0  # of one call for newer weights
 _IDLE_WAIT_S = 1.0  # of one call for prompts while nothing else is to be done
 _PAUSE_S = 0.002  # before looking again for weights that are on their way
 
+_WAITS = ("fetching", "waiting")  # states in which the sampler waits for the learner
+
 
 class Status:
   """What the sampler is doing, as its heartbeat reports it. Written by the loop, read by the beats' thread."""
 
   def __init__(self):
     self._lock = threading.Lock()
-    self._state, self._since, self._version = "joining", time.monotonic(), NO_VERSION
+    self._state, self._since = "joining", time.monotonic()
+    self.waited_s = 0.0  # for prompts and weights, since the start
 
-  def set(self, state: str, version: int | None) -> None:
+  def set(self, state: str) -> None:
     """Progress: even in the same state it starts the clock of that state anew."""
     with self._lock:
-      self._state, self._since = state, time.monotonic()
-      self._version = NO_VERSION if version is None else version
+      now = time.monotonic()
+      if self._state in _WAITS:
+        self.waited_s += now - self._since
+      self._state, self._since = state, now
 
-  def report(self) -> tuple[str, float, int]:
+  def report(self) -> tuple[str, float]:
     with self._lock:
-      return self._state, time.monotonic() - self._since, self._version
+      return self._state, time.monotonic() - self._since
 
 
 class Fetcher:
@@ -114,7 +119,7 @@ def sampler_loop(
       return
     except StaleIncarnation:
       engine.drop_all()
-      status.set("joining", None)
+      status.set("joining")
     finally:
       fetcher.stop()
 
@@ -123,15 +128,16 @@ def _sample(
   engine: Engine, client: Client, fetcher: Fetcher, status: Status, group_size: int, deadline_s: float
 ) -> None:
   engine.set_weights(_first_weights(fetcher, status, deadline_s))
-  status.set("compiling", engine.version)
+  status.set("compiling")
   work = _Work.nothing()
   while True:
     engine.set_weights(fetcher.newest())
+    client.holds(engine.version, status.waited_s)
     room = engine.free - len(work.waiting)
     idle = engine.free == engine.slots and not work.waiting
     if room > 0:
       if idle:
-        status.set("waiting", engine.version)
+        status.set("waiting")
       lease = client.lease(-(-room // group_size), _IDLE_WAIT_S if idle else 0.0)
       if lease.finished:
         return
@@ -142,19 +148,20 @@ def _sample(
     if engine.version >= work.needs:
       engine.admit([work.waiting.popleft() for _ in range(min(engine.free, len(work.waiting)))])
     if not engine.can_move():
+      status.set("fetching" if work.waiting else "waiting")
       time.sleep(_PAUSE_S)
       continue
+    status.set("decoding" if engine.sampled_tokens else "compiling")
     for trajectory in engine.advance():
       group = trajectory.group
       work.done.setdefault(group, []).append(trajectory)
       if len(work.done[group]) == work.sizes[group]:
         client.put(work.done.pop(group))
         del work.sizes[group]
-    status.set("decoding", engine.version)
 
 
 def _first_weights(fetcher: Fetcher, status: Status, deadline_s: float) -> Weights:
-  status.set("fetching", None)
+  status.set("fetching")
   deadline = time.monotonic() + deadline_s
   while (weights := fetcher.newest()) is None:
     if time.monotonic() > deadline:

@@ -182,10 +182,15 @@ class Broker:
           raise NotReady(self._missing(wait_s))
         self._sleep(deadline)
 
-  def beat(self, sampler: str, state: str, seconds_in_state: float, version: int) -> None:
-    """A sign of life. `version`: of the weights that the sampler holds. Raises ValueError on an unknown state."""
+  def hear(self, sampler: str, version: int, waited_s: float) -> None:
+    """A sign of life: the version that the sampler samples with, and how long it has waited for us since its start."""
     with self._changed:
-      self._roster.beat(sampler, state, seconds_in_state, version)
+      self._roster.hear(sampler, version, waited_s)
+
+  def beat(self, sampler: str, state: str, seconds_in_state: float) -> None:
+    """What the sampler does. Raises ValueError on an unknown state."""
+    with self._changed:
+      self._roster.beat(sampler, state, seconds_in_state)
       self._expire()
 
   def cursor(self) -> dict:
@@ -234,6 +239,7 @@ class Broker:
         "generated_length": self._generated,
         "accepted_length": self._accepted,
         "samplers": self._roster.states(),
+        "sampler_waited_s": self._roster.waited_s(),
         "acknowledged": self._roster.acknowledged(),
       }
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import grpc
 
 from estr_jax.errors import UserError
-from estr_jax.structs import Trajectory, Weights
+from estr_jax.structs import NO_VERSION, Trajectory, Weights
 from estr_jax.transport import estr_jax_pb2 as pb
 from estr_jax.transport import estr_jax_pb2_grpc as pb_grpc
 from estr_jax.transport import security, wire
@@ -70,6 +70,7 @@ class Client:
     self._rollouts = pb_grpc.RolloutsStub(self._channel)
     self._weights = pb_grpc.WeightChannelStub(self._channel)
     self._incarnation = ""
+    self._version, self._waited_s = NO_VERSION, 0.0
     self._beat_every_s = 0.0
     self._holding: set[int] = set()  # groups leased and not handed in
     self._holding_lock = threading.Lock()
@@ -124,8 +125,12 @@ class Client:
 
     return _until(wait_s, ask, lambda answer: answer is not None)
 
-  def start_beats(self, state: Callable[[], tuple[str, float, int]]) -> None:
-    """Reports `state() -> (state, seconds in it without progress, version held)` from a thread until `close`.
+  def holds(self, version: int, waited_s: float) -> None:
+    """What every later call tells the learner: the version sampled with, and the seconds waited since the start."""
+    self._version, self._waited_s = version, waited_s
+
+  def start_beats(self, state: Callable[[], tuple[str, float]]) -> None:
+    """Reports `state() -> (state, seconds in it without progress)` from a thread until `close`.
 
     The states are those of `liveness.STATE_DEADLINE_S`. A beat that finds no learner is skipped: the calls of the
     sampler decide how long to be patient. Any other fault is raised by the sampler's next call.
@@ -141,11 +146,11 @@ class Client:
     if self._beats is not None:
       self._beats.join()
 
-  def _beat_forever(self, state: Callable[[], tuple[str, float, int]]) -> None:
+  def _beat_forever(self, state: Callable[[], tuple[str, float]]) -> None:
     while not self._closing.is_set():
       try:
-        name, seconds, version = state()
-        request = pb.BeatRequest(caller=self._caller(), state=name, seconds_in_state=seconds, version=version)
+        name, seconds = state()
+        request = pb.BeatRequest(caller=self._caller(), state=name, seconds_in_state=seconds)
         self._unary(self._rollouts.Beat, request, max(1.0, self._beat_every_s))
       except grpc.RpcError as fault:
         # ABORTED: the learner restarted, which the sampler's own calls find out; after its join beats count again.
@@ -158,7 +163,7 @@ class Client:
       self._closing.wait(self._beat_every_s)
 
   def _caller(self) -> pb.Caller:
-    return pb.Caller(sampler=self._name, incarnation=self._incarnation)
+    return pb.Caller(sampler=self._name, incarnation=self._incarnation, version=self._version, waited_s=self._waited_s)
 
   def _unary(self, method, request, deadline_s: float):
     return method(request, timeout=deadline_s, metadata=self._metadata)

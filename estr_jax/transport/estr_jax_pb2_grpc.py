@@ -5,7 +5,7 @@ import warnings
 
 from estr_jax.transport import estr_jax_pb2 as estr__jax_dot_transport_dot_estr__jax__pb2
 
-GRPC_GENERATED_VERSION = '1.78.2'
+GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 

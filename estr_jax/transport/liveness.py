@@ -26,6 +26,8 @@ class Member:
   heard_at: float
   progress_at: float  # when it entered its state, or last leased or put
   acknowledged: list[int]  # the versions it held, in order
+  waited_s: float = 0.0  # for prompts and weights, of all processes under this name
+  reported_s: float = 0.0  # what the newest of them said of it
 
 
 class Roster:
@@ -47,7 +49,17 @@ class Roster:
     member = self._member(name)
     member.heard_at = member.progress_at = self._clock()
 
-  def beat(self, name: str, state: str, seconds_in_state: float, version: int) -> None:
+  def hear(self, name: str, version: int, waited_s: float) -> None:
+    member = self._member(name)
+    member.heard_at = self._clock()
+    if version not in (member.version, NO_VERSION):
+      member.acknowledged.append(version)
+    member.version = version
+    # A process that starts under an old name counts from 0 again.
+    member.waited_s += waited_s - member.reported_s if waited_s >= member.reported_s else waited_s
+    member.reported_s = waited_s
+
+  def beat(self, name: str, state: str, seconds_in_state: float) -> None:
     """Raises ValueError on a state without a deadline."""
     if state not in STATE_DEADLINE_S:
       raise ValueError(f"state {state!r} of sampler {name} is none of {', '.join(STATE_DEADLINE_S)}")
@@ -57,9 +69,6 @@ class Roster:
     # A lease or a put since the state began is progress that the sampler's own count does not know of.
     member.progress_at = max(member.progress_at, now - seconds_in_state)
     member.state = state
-    if version != member.version and version != NO_VERSION:
-      member.acknowledged.append(version)
-    member.version = version
 
   def lost(self, name: str) -> bool:
     """Whether the leases of this sampler go back: not heard of for the lease timeout, or stuck in its state."""
@@ -73,6 +82,9 @@ class Roster:
 
   def states(self) -> dict[str, dict]:
     return {n: {"state": m.state, "version": m.version, "pid": m.pid} for n, m in sorted(self._members.items())}
+
+  def waited_s(self) -> float:
+    return sum(member.waited_s for member in self._members.values())
 
   def acknowledged(self) -> dict[str, list[int]]:
     return {name: list(member.acknowledged) for name, member in sorted(self._members.items())}

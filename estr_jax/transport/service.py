@@ -135,7 +135,7 @@ class _Rollouts(pb_grpc.RolloutsServicer):
 
   def Lease(self, request, context):
     with _answering(context):
-      _check_incarnation(request.caller, self._broker)
+      _hear(request.caller, self._broker)
       holding = frozenset(request.holding)
 
       def ask(seconds: float) -> Lease:
@@ -147,14 +147,14 @@ class _Rollouts(pb_grpc.RolloutsServicer):
 
   def Put(self, request, context):
     with _answering(context):
-      _check_incarnation(request.caller, self._broker)
+      _hear(request.caller, self._broker)
       trajectories = [wire.trajectory_from_message(message) for message in request.trajectories]
       return pb.PutReply(receipt=self._broker.put(request.caller.sampler, trajectories))
 
   def Beat(self, request, context):
     with _answering(context):
-      _check_incarnation(request.caller, self._broker)
-      self._broker.beat(request.caller.sampler, request.state, request.seconds_in_state, request.version)
+      _hear(request.caller, self._broker)
+      self._broker.beat(request.caller.sampler, request.state, request.seconds_in_state)
       return pb.BeatReply()
 
 
@@ -166,7 +166,7 @@ class _WeightChannel(pb_grpc.WeightChannelServicer):
 
   def Fetch(self, request, context):
     with _answering(context):
-      _check_incarnation(request.caller, self._broker)
+      _hear(request.caller, self._broker)
       snapshot = self._waiter.wait(
         context,
         request.wait_s,
@@ -212,9 +212,10 @@ def _answering(context: grpc.ServicerContext) -> Iterator[None]:
     context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
 
 
-def _check_incarnation(caller: pb.Caller, broker: Broker) -> None:
+def _hear(caller: pb.Caller, broker: Broker) -> None:
   if caller.incarnation != broker.incarnation:
     raise StaleIncarnation(f"the learner restarted; {caller.sampler} has to drop its work and join again")
+  broker.hear(caller.sampler, caller.version, caller.waited_s)
 
 
 def _check_description(sampler: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
