@@ -179,3 +179,27 @@ def test_the_proximal_edge_has_no_fixed_boundary_on_delta():
   loss = ESTR | {"edge": "proximal"}
   assert list(_sides(loss)) == ["ESTR: sqrt(1 (H + 0.01)), in force"]
   assert _sides(loss | {"estr": {"tau": None, "eps": 0.01}}) == {}
+
+
+def test_pooling_adds_histograms_over_rows_that_have_them():
+  """Fails if only the last row is shown, or if a row without the histogram breaks it."""
+  rows = [{"step": 0}, {"step": 1, "h": [1, 2]}, {"step": 2, "h": [3, None]}]
+  np.testing.assert_array_equal(figures.pooled(rows, "h"), [4, 2])
+  assert figures.pooled([{"step": 1, "h": [0, 0]}], "h") is None
+
+
+def test_series_keeps_nulls_as_gaps_and_is_empty_without_a_number():
+  """Fails if a null is drawn as 0, or shifts the later values to other steps."""
+  rows = [{"step": 1, "x": 5}, {"step": 2}, {"step": 3, "x": None}, {"step": 4, "x": 7}]
+  steps, values = figures.series(rows, "x")
+  np.testing.assert_array_equal(steps, [1, 3, 4])
+  np.testing.assert_array_equal(values, [5, np.nan, 7])
+  assert len(figures.series(rows[1:3], "x")[0]) == 0
+
+
+def test_running_mean_equals_the_mean_of_its_window():
+  """Fails if the window is off by one, or if a NaN spoils or dilutes it."""
+  values = np.random.default_rng(0).normal(size=30)
+  values[7] = np.nan
+  expected = [np.nanmean(values[max(0, n - 4) : n + 1]) for n in range(30)]
+  np.testing.assert_allclose(figures._running_mean(values), expected)

@@ -99,13 +99,14 @@ def delta_by_entropy(rows: Sequence[Row], loss: Mapping[str, Any]) -> str | None
   entropy = np.interp(position, np.arange(len(ENTROPY_EDGES)), ENTROPY_EDGES)
   for boundary in boundaries(loss):
     for index, bound in enumerate(boundary.bounds):
-      style = {"color": _SERIES[2], "ls": "-"} if boundary.scales else {"color": _SERIES[1], "ls": ("--", ":")[index]}
-      axes.plot(position, bound(entropy), lw=1.5, label="_" * (index > 0) + boundary.label, **style)
+      style = "-" if len(boundary.bounds) == 1 else ("--", ":")[index]
+      label = "_" * (index > 0) + boundary.label  # matplotlib's legend leaves out what begins with _
+      axes.plot(position, bound(entropy), lw=1.5, color=boundary.colour, ls=style, label=label)
   axes.set_xticks(range(used + 1), [f"{edge:g}" for edge in ENTROPY_EDGES[: used + 1]])
   axes.set_xlabel("entropy H of the behaviour policy, nats (bars: share of the tokens)")
   if np.nanmax(mean) > 0:
     _logarithmic(axes)
-  return _svg(figure, axes, "delta-by-entropy")
+  return _svg(figure, axes, "delta-by-entropy", columns=2)
 
 
 class Boundary(NamedTuple):
@@ -113,7 +114,7 @@ class Boundary(NamedTuple):
 
   label: str
   bounds: tuple[Callable[[np.ndarray], np.ndarray], ...]
-  scales: bool  # with the entropy
+  colour: str
 
 
 def boundaries(loss: Mapping[str, Any]) -> list[Boundary]:
@@ -130,20 +131,20 @@ def boundaries(loss: Mapping[str, Any]) -> list[Boundary]:
   if _positive(estr, "tau", "eps"):
     tau, eps = estr["tau"], estr["eps"]
     text = label("estr", f"ESTR: sqrt({tau:g} (H + {eps:g}))")
-    found.append(Boundary(text, (lambda entropy: np.sqrt(tau * (entropy + eps)),), True))
+    found.append(Boundary(text, (lambda entropy: np.sqrt(tau * (entropy + eps)),), _SERIES[2]))
   if loss["edge"] == "direct" and _positive(icepop, "low", "high"):
     low, high = math.log(icepop["low"]), math.log(icepop["high"])
-    found.append(_fixed(label("icepop", f"fixed band: {low:.3g} to {high:.3g}"), low, high))
+    found.append(_fixed(label("icepop", f"fixed band: {low:.3g} to {high:.3g}"), low, high, _SERIES[1]))
   if loss["edge"] == "direct" and _positive(loss, "clip_low", "clip_high") and loss["clip_low"] < 1:
     low, high = math.log1p(-loss["clip_low"]), math.log1p(loss["clip_high"])
-    found.append(_fixed(f"clip: {low:.3g} to {high:.3g}", low, high))
+    found.append(_fixed(f"clip: {low:.3g} to {high:.3g}", low, high, _INK))
   return found
 
 
-def _fixed(label: str, low: float, high: float) -> Boundary:
+def _fixed(label: str, low: float, high: float, colour: str) -> Boundary:
   """A band low <= delta <= high that knows nothing of the entropy; its two sides."""
   bounds = tuple(lambda entropy, side=side: np.full_like(entropy, abs(side)) for side in (high, low))
-  return Boundary(label, bounds, False)
+  return Boundary(label, bounds, colour)
 
 
 def waits(rows: Sequence[Row]) -> str | None:
@@ -227,13 +228,18 @@ def _axes(ylabel: str, columns: int = 1, sharey: bool = False) -> tuple[Any, Any
   return figure, every
 
 
-def _svg(figure: Any, axes: Any, salt: str, legend: bool = True) -> str:
+def _svg(figure: Any, axes: Any, salt: str, legend: bool = True, columns: int = 3) -> str:
   """The figure as an <svg> element for an HTML page: text as text, no metadata, the page's colours."""
   import matplotlib
 
   if legend:
     figure.legend(
-      *axes.get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False, fontsize=9, labelcolor=_INK
+      *axes.get_legend_handles_labels(),
+      loc="outside upper left",
+      ncols=columns,
+      frameon=False,
+      fontsize=9,
+      labelcolor=_INK,
     )
   buffer = io.StringIO()
   # The salt keeps the ids of one figure apart from those of the others on the page, and the file reproducible.
