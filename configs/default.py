@@ -40,7 +40,7 @@ def get_config() -> ConfigDict:
 
   c.warm_start = ConfigDict()  # supervised, on the task's demonstrations; cached
   c.warm_start.steps = 0
-  c.warm_start.batch = 128  # demonstrations a step
+  c.warm_start.batch = 64  # demonstrations a step
   c.warm_start.learning_rate = 3e-3
   c.warm_start.demonstrations = 20_000
 
@@ -76,7 +76,7 @@ def get_config() -> ConfigDict:
 
   c.sampling = ConfigDict()
   c.sampling.slots = 64  # sequences that grow side by side in one sampler
-  c.sampling.context = 48  # tokens of a sequence, prompt included
+  c.sampling.context = 36  # tokens of a sequence, prompt included
   c.sampling.chunk = 8  # decode steps between two looks of the host; new weights are taken there
   c.sampling.temperature = 1.0
   c.sampling.top_p = 1.0  # anything else is refused for training

@@ -13,8 +13,11 @@ from configs import default
 def get_config(arg: str = ""):
   c = default.get_config()
   c.task.name = "calculator"
-  c.warm_start.steps = 900
-  c.steps = 60
+  c.warm_start.steps = 500
+  c.steps = 150
+  c.optimizer.decay = "linear"
+  c.staleness.max = 2
+  c.eval.every = 25
   if arg == "smoke":
     c.warm_start.steps = 20
     c.warm_start.demonstrations = 200

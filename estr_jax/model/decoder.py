@@ -37,6 +37,8 @@ class DecoderConfig:
   remat: str = "none"  # a key of REMAT
 
 
+_SMALL_VOCABULARY = 1024
+
 # What the backward pass keeps of each layer.
 REMAT = {
   "none": lambda body: body,
@@ -136,6 +138,14 @@ def head_kernel(config: DecoderConfig, params: Params) -> jax.Array:
   return params["embed"]["embedding"].T if config.tied_head else params["head"]["kernel"]
 
 
+def _embed(decoder: Decoder, tokens: jax.Array) -> jax.Array:
+  """Embeddings [..., D]. Of a small vocabulary by a matrix product, whose gradient is one too and not a scatter."""
+  size, dtype = decoder.embed.num_embeddings, decoder.embed.dtype
+  if size > _SMALL_VOCABULARY:
+    return decoder.embed(tokens)
+  return jax.nn.one_hot(tokens, size, dtype=dtype) @ decoder.embed.embedding[...].astype(dtype)
+
+
 def positions(segment_BT: jax.Array) -> jax.Array:
   """Each token's place within its own segment; segments are contiguous."""
   index_T = jnp.arange(segment_BT.shape[1])
@@ -159,7 +169,7 @@ def forward(config: DecoderConfig, params: Params, tokens_BT: jax.Array, segment
     layer = nnx.merge(layer_graph, layer_params)
     return layer.finish(x_BTD, attend(*layer.project(x_BTD, position_BT), visible_BTS)), None
 
-  x_BTD, _ = jax.lax.scan(REMAT[config.remat](body), decoder.embed(tokens_BT), params["layers"])
+  x_BTD, _ = jax.lax.scan(REMAT[config.remat](body), _embed(decoder, tokens_BT), params["layers"])
   return decoder.final_norm(x_BTD)
 
 
@@ -210,6 +220,6 @@ def extend(
       k_rows, v_rows = (a.at[rows_R].get(mode="clip") for a in (k_rows, v_rows))
     return (layer.finish(x_RCD, attend(q, k_rows, v_rows, visible_RCT)), k, v), None
 
-  carry = (decoder.embed(tokens_RC), cache.k, cache.v)
+  carry = (_embed(decoder, tokens_RC), cache.k, cache.v)
   (x_RCD, k, v), _ = jax.lax.scan(body, carry, (params["layers"], jnp.arange(config.layers)))
   return decoder.final_norm(x_RCD), Cache(k, v)

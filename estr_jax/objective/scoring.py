@@ -21,7 +21,9 @@ def score_logits(logits_V: jax.Array, targets: jax.Array, *, temperature: float)
     (logprob, entropy), float32 [...]; log-probs are at most 0. The entropy carries no gradient.
   """
   logprob_V = jax.nn.log_softmax(logits_V.astype(jnp.float32) / temperature, axis=-1)
-  logprob = jnp.take_along_axis(logprob_V, targets[..., None], axis=-1)[..., 0]
+  # A masked sum instead of a gather: its gradient is no scatter, and a vocabulary that is sharded stays where it is.
+  hit_V = targets[..., None] == jnp.arange(logits_V.shape[-1])
+  logprob = jnp.sum(jnp.where(hit_V, logprob_V, 0.0), axis=-1)
   frozen_V = jax.lax.stop_gradient(logprob_V)
   probability_V = jnp.exp(frozen_V)
   entropy = -jnp.sum(jnp.where(probability_V > 0, probability_V * frozen_V, 0.0), axis=-1)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TextIO
 from estr_jax.observe.writers import Row
 
 _PLAIN_INTERVAL_S = 5.0  # plain step lines are at least so far apart
+_PHASE_INTERVAL_S = 10.0  # between two lines of one phase off a terminal
 _REFRESH_HZ = 2  # a redraw costs some milliseconds of a core that the run needs
 _HISTORY = 240  # rows kept for the sparklines
 _ETA_ROWS = 20  # rows whose mean duration the ETA extrapolates
@@ -57,8 +58,8 @@ class _Phase(NamedTuple):
 class View:
   """Shows a run from start to end; a context manager. Its methods may be called from any thread.
 
-  On a terminal it is one live panel that fits 80 x 24. Elsewhere (CI, nohup) it prints one line per phase,
-  a step line every few seconds, and always the last step. NO_COLOR is respected.
+  On a terminal it is one live panel that fits 80 x 24. Elsewhere (CI, nohup) it prints a line per phase and one more
+  every few seconds of it, a step line every few seconds, and always the last step. NO_COLOR is respected.
   """
 
   def __init__(
@@ -91,7 +92,7 @@ class View:
     self._messages: collections.deque[str] = collections.deque(maxlen=2)
     self._samplers: dict[str, str] = {}
     self._started = clock()
-    self._printed_at = -math.inf
+    self._printed_at = self._phase_printed_at = -math.inf
     self._unprinted: Row | None = None
 
   def __enter__(self) -> "View":
@@ -116,8 +117,10 @@ class View:
     with self._lock:
       begins = self._phase is None or self._phase.name != name
       self._phase = _Phase(name, done, total, detail, self._clock() if begins else self._phase.since)
-    if begins and self._live is None:
+      due = begins or self._clock() - self._phase_printed_at >= _PHASE_INTERVAL_S
+    if due and self._live is None:
       self._print(" ".join(filter(None, [name, _progress(done, total), detail])))
+      self._phase_printed_at = self._clock()
 
   def step(self, row: Row) -> None:
     """One more row of metrics; a row of an evaluation before training has step 0."""
