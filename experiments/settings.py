@@ -48,6 +48,11 @@ def define_config() -> None:
   config_flags.DEFINE_config_file("config", None, "A file of configs/, as FILE.py or FILE.py:ARGUMENT.")
 
 
+def config_name() -> str:
+  """The config file as the command line named it, argument included."""
+  return flags.FLAGS["config"].config_filename
+
+
 def check(config: ConfigDict) -> None:
   """Raises UserError for the first key that is unknown, impossible, or contradicts another."""
   from configs.default import get_config

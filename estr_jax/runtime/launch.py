@@ -60,7 +60,7 @@ class _Child:
   restarts: int = 0
 
 
-def launch(commands: Mapping[str, Sequence[str]], workdir: Path, *, environment: Mapping[str, str]) -> int:
+def launch(commands: Mapping[str, Sequence[str]], workdir: Path) -> int:
   """Runs the learner and the samplers until the learner ends.
 
   A sampler that is killed is started again; a learner that is killed ends the run, whose next start resumes it.
@@ -68,13 +68,12 @@ def launch(commands: Mapping[str, Sequence[str]], workdir: Path, *, environment:
   Args:
     commands: role -> command; "learner", and any number of others, which are samplers.
     workdir: gets each sampler's output as ROLE.log.
-    environment: added to the children's.
 
   Returns:
     The exit status.
   """
   (workdir / RENDEZVOUS).unlink(missing_ok=True)
-  environment = {**os.environ, **environment, PARENT_PIPE: "1"}
+  environment = {**os.environ, PARENT_PIPE: "1"}
 
   def start(role: str) -> subprocess.Popen:
     with contextlib.nullcontext() if role == "learner" else open(workdir / f"{role}.log", "ab") as output:

@@ -13,7 +13,6 @@ from estr_jax.sampler.engine import Engine
 from estr_jax.sampler.rollout import rollout
 from estr_jax.structs import Mean, Prompt, Trajectory, Weights
 from estr_jax.transport.broker import Broker, NotReady
-from estr_jax.transport.service import Server
 from estr_jax.transport.weights import WeightStore, flatten
 
 Groups = list[list[Trajectory]]
@@ -107,14 +106,13 @@ class RemoteRollouts:
     self,
     broker: Broker,
     store: WeightStore,
-    server: Server,
     *,
     weights_dtype: str,
     deadline_s: float,
     on_wait: Callable[[Broker], None],
   ):
     """`on_wait` is called about once a second while a batch is awaited; `deadline_s` bounds that wait."""
-    self._broker, self._store, self._server = broker, store, server
+    self._broker, self._store = broker, store
     self._deadline_s, self._on_wait = deadline_s, on_wait
     self._cast = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(weights_dtype), params))
     self._sampled = Rate()

@@ -1,0 +1,37 @@
+"""SmolLM2-135M-Instruct learns sums of two digits, asynchronously, on two cores.
+
+    make smollm2-sums
+
+or, with the folder that `make smollm2` fetched,
+
+    python -m experiments.train --config=configs/smollm2_sums.py --workdir=DIR --config.model.folder=FOLDER
+
+The same program as the quickstart, on a real model: two processes, gRPC, ESTR on the direct edge, no warm start.
+"""
+
+from configs import default
+
+
+def get_config(arg: str = ""):
+  c = default.get_config()
+  c.task.name = "sums"
+  c.model.folder = "~/.cache/estr_jax/smollm2-135m-instruct"
+  c.steps = 30
+  c.batch.groups = 8
+  c.batch.group_size = 8
+  c.batch.microbatches = 4
+  c.optimizer.learning_rate = 3e-6
+  c.optimizer.warmup_steps = 2
+  c.sampling.slots = 32
+  c.sampling.context = 48
+  c.sampling.chunk = 4
+  c.staleness.max = 2
+  c.queue.capacity = 24
+  c.transport.weights_dtype = "bfloat16"
+  c.checkpoint.every = 10
+  c.eval.prompts = 512
+  c.eval.every = 0
+  c.eval.slots = 64
+  if arg:
+    raise ValueError(f"configs/smollm2_sums.py:{arg} is unknown; it takes no argument")
+  return c

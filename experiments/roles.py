@@ -1,0 +1,229 @@
+"""What a process of a run does: the learner's side, or the sampler's."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from estr_jax.errors import UserError
+from estr_jax.lab.staleness import OnPolicy, Simulated
+from estr_jax.learner import step
+from estr_jax.learner.checkpoint import Checkpoints
+from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.tokenizers import Tokenizer
+from estr_jax.observe.report import write_report
+from estr_jax.observe.terminal import View
+from estr_jax.observe.writers import MetricsFile, plain, read, write_json
+from estr_jax.runtime import launch
+from estr_jax.runtime.learner_loop import accuracies, learner_loop
+from estr_jax.runtime.rollouts import LocalRollouts, RemoteRollouts, Rollouts
+from estr_jax.runtime.sampler_loop import device_placer, sampler_loop
+from estr_jax.tasks.prompts import PromptStream
+from estr_jax.transport.broker import Broker
+from estr_jax.transport.client import Client
+from estr_jax.transport.service import serve
+from estr_jax.transport.weights import WeightStore
+from experiments import assembly
+
+# May differ between a run and its resumption; everything else would make it another run.
+MAY_CHANGE = ("steps", "cache_dir", "checkpoint", "eval", "queue", "transport")
+
+_FAREWELL_S = 10.0  # for the samplers to hear that the run is over
+
+
+def sampler(config: ConfigDict, workdir: Path, name: str) -> int:
+  """Samples for the learner of the same config until it says that the run is over; returns the exit status."""
+  launch.die_with_parent()
+  assembly.use_compilation_cache(config)
+  tokenizer = assembly.tokenizer_of(config)
+  model = assembly.model_of(config, tokenizer)
+  engine = assembly.engine_of(config, model, tokenizer)
+  address = launch.find_learner(workdir, config.transport.address, config.queue.deadline_s)
+  client = Client(
+    address,
+    name,
+    description=assembly.description(config, model, tokenizer),
+    patience_s=config.queue.deadline_s,
+    tls=assembly.tls_of(config),
+    token=assembly.token_of(config),
+  )
+  print(f"{name} (process {os.getpid()}) samples for the learner at {address}", flush=True)
+  with contextlib.closing(client):
+    place = device_placer(config.transport.weights_dtype)
+    sampler_loop(engine, client, place, group_size=config.batch.group_size, deadline_s=config.queue.deadline_s)
+  print(f"{name} is done after {engine.sampled_tokens} policy tokens", flush=True)
+  return 0
+
+
+def learner(config: ConfigDict, workdir: Path, name: str) -> int:
+  """Trains to the end, and writes the summary and the report; returns the exit status."""
+  launch.die_with_parent()
+  record_config(config, workdir)
+  title = f"{config.task.name} · {config.loss.name} on the {config.loss.edge} edge · {config.mode}"
+  with View(title, config.steps) as view:
+    view.phase("starting")
+    summary = train(config, workdir, view) | {"config_name": name}
+    write_json(workdir / "summary.json", summary)
+    view.phase("writing the report")
+    report = write_report(workdir)
+  changes = [f"{kind} {a['before']:.3f} -> {a['after']:.3f}" for kind, a in summary["accuracy"].items()]
+  print(f"held-out accuracy on {summary['prompts']} prompts: {', '.join(changes)}")
+  print(f"report: {report}")
+  return 0
+
+
+def record_config(config: ConfigDict, workdir: Path) -> None:
+  """Writes config.json, or checks that a resumed run has the config that the run began with."""
+  path, now = workdir / "config.json", plain(config.to_dict())
+  if path.exists():
+    before = json.loads(path.read_text())
+    for name in sorted(now):
+      if name not in MAY_CHANGE and before.get(name) != now[name]:
+        raise UserError(
+          f"{workdir} holds a run with another config: {name} was {before.get(name)} and is {now[name]}; "
+          "take the old value to go on, or another --workdir to start anew"
+        )
+  write_json(path, now)
+
+
+def train(config: ConfigDict, workdir: Path, view: View) -> dict:
+  """The learner's side, and in modes sync and simulated the only one, from the last checkpoint to the end.
+
+  Returns:
+    The summary of the whole run, resumptions included.
+  """
+  began = time.monotonic()
+  assembly.use_compilation_cache(config)
+  tokenizer = assembly.tokenizer_of(config)
+  model = assembly.model_of(config, tokenizer)
+  view.phase("preparing prompts", detail=config.task.name)
+  stream = assembly.stream_of(config, tokenizer)
+  update = assembly.update_of(config, model)
+  with contextlib.closing(Checkpoints(workdir / "checkpoints")) as checkpoints:
+    latest = checkpoints.latest()
+    metrics_path = workdir / "metrics.jsonl"
+    if latest is None:
+      cursor = None
+      metrics_path.unlink(missing_ok=True)  # nothing of a start that left no checkpoint counts
+      state = update.init(assembly.initial_params(config, model, tokenizer, stream, view))
+    else:
+      state, record = checkpoints.restore(update.abstract, latest)
+      cursor = record["cursor"]
+      view.message(f"resumed from the checkpoint of step {latest}")
+    source = rollouts_of(config, workdir, model, tokenizer, stream, cursor, latest or 0, view)
+    with MetricsFile(metrics_path, resume_step=latest) as metrics_file, source as (rollouts, participants):
+      learner_loop(
+        state,
+        rollouts,
+        update.learner,
+        assembly.schedule_of(config),
+        evaluate=assembly.evaluator_of(config, model, tokenizer, stream),
+        checkpoints=checkpoints,
+        host_record={"seed": config.seed},
+        metrics_file=metrics_file,
+        view=view,
+      )
+      participants = participants()
+  return {
+    **summarise(config, metrics_path),
+    **participants,
+    "compilations": step.compilations(update.learner.train_step),
+    "wall_s": time.monotonic() - began,
+  }
+
+
+@contextlib.contextmanager
+def rollouts_of(
+  config: ConfigDict,
+  workdir: Path,
+  model: DecoderConfig,
+  tokenizer: Tokenizer,
+  stream: PromptStream,
+  cursor: dict | None,
+  version: int,
+  view: View,
+) -> Iterator[tuple[Rollouts, Callable[[], dict]]]:
+  """The source of batches of the config's mode, and a function that names who took part, to be called at the end."""
+  s = config.staleness
+  if config.mode != "async":
+    schedule = (
+      OnPolicy() if config.mode == "sync" else Simulated(inter=s.inter, intra=s.intra, segment_tokens=s.segment_tokens)
+    )
+    engine = assembly.engine_of(config, model, tokenizer)
+    rollouts = LocalRollouts(engine, stream.at, schedule, groups_per_batch=config.batch.groups, cursor=cursor)
+    yield rollouts, lambda: {"process_ids": {"learner": os.getpid()}, "acknowledged_versions": {}}
+    return
+  broker = Broker(
+    stream.at,
+    groups_per_batch=config.batch.groups,
+    max_staleness=s.max,
+    admission=s.admission,
+    capacity=config.queue.capacity,
+    lease_timeout_s=config.queue.lease_timeout_s,
+  )
+  if cursor is not None:
+    broker.restore(cursor, version)
+  store = WeightStore()
+  server = serve(
+    config.transport.address,
+    broker,
+    store,
+    description=assembly.description(config, model, tokenizer),
+    tls=assembly.tls_of(config),
+    token=assembly.token_of(config),
+  )
+
+  def show(broker: Broker) -> None:
+    view.samplers({name: member["state"] for name, member in broker.stats()["samplers"].items()})
+
+  def participants() -> dict:
+    broker.farewell(_FAREWELL_S)
+    stats = broker.stats()
+    pids = {name: member["pid"] for name, member in stats["samplers"].items()}
+    return {"process_ids": {"learner": os.getpid(), **pids}, "acknowledged_versions": stats["acknowledged"]}
+
+  try:
+    launch.announce_learner(workdir, server.address)
+    yield (
+      RemoteRollouts(
+        broker,
+        store,
+        weights_dtype=config.transport.weights_dtype,
+        deadline_s=config.queue.deadline_s,
+        on_wait=show,
+      ),
+      participants,
+    )
+  finally:
+    server.stop()
+
+
+def summarise(config: ConfigDict, metrics_path: Path) -> dict:
+  """What came out, from the rows of the whole run."""
+  rows = read(metrics_path)
+  trained = [row for row in rows if "rollout/reward" in row]
+
+  def mean(name: str) -> float | None:
+    values = [row[name] for row in trained if row.get(name) is not None]
+    return float(np.mean(values)) if values else None
+
+  ages = np.sum([row["staleness/token_histogram"] for row in trained], axis=0)
+  return {
+    "mode": config.mode,
+    "loss": config.loss.name,
+    "edge": config.loss.edge,
+    "task": config.task.name,
+    "steps": rows[-1]["step"],
+    "prompts": config.eval.prompts,
+    "accuracy": accuracies(rows),
+    "staleness": {
+      **{name: mean(f"staleness/{name}") for name in ("intra", "inter", "token")},
+      "max_token": int(np.flatnonzero(ages).max()),
+    },
+    "tokens_per_s": {"trained": mean("throughput/tokens_per_s"), "sampled": mean("throughput/sampled_tokens_per_s")},
+  }

@@ -1,0 +1,131 @@
+"""The modes are one code path, and staleness is what was asked for."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from runtime_cases import assert_trees_equal, config, final_params, train
+
+from estr_jax.errors import UserError
+from estr_jax.lab.staleness import OnPolicy, Simulated, segment_versions
+from estr_jax.structs import Weights
+from estr_jax.tasks import TASKS
+from experiments import roles
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+  """Compiled programs and prompts are shared by the runs of this file."""
+  return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def lively(monkeypatch):
+  """An untrained policy never solves the task, and without reward no weight would move: reward something else."""
+  task = dataclasses.replace(TASKS["calculator"], reward=lambda answer, turns: len(turns[-1]) % 3 / 2)
+  monkeypatch.setitem(TASKS, "calculator", task)
+
+
+def test_sync_equals_simulated_without_staleness_bit_for_bit(cache, tmp_path):
+  """Fails if the history hands out a neighbouring version, or anything else differs between the two modes."""
+  runs = {}
+  for mode in ("sync", "simulated"):
+    c = config(cache, mode, steps=5)
+    summary, rows = train(c, tmp_path / mode)
+    assert summary["steps"] == 5 and summary["compilations"] == 1
+    runs[mode] = (final_params(c, tmp_path / mode), [row["loss/objective"] for row in rows[1:]])
+  assert_trees_equal(runs["sync"][0], runs["simulated"][0])
+  assert runs["sync"][1] == runs["simulated"][1]
+  stale = config(cache, "simulated", steps=5, staleness__inter=1)
+  train(stale, tmp_path / "stale")
+  with pytest.raises(AssertionError):  # the comparison can fail
+    assert_trees_equal(runs["sync"][0], final_params(stale, tmp_path / "stale"))
+
+
+@pytest.mark.parametrize(("intra", "inter"), [(0, 0), (2, 0), (0, 3), (2, 3)])
+def test_realised_staleness_is_the_requested_one_for_every_token(cache, tmp_path, intra, inter):
+  """Fails if the history, the plan or the stamp is off by one anywhere after the history has filled.
+
+  Every token is compared inside the run too (`check_realised`); this test counts the rows that the run wrote.
+  """
+  steps = intra + inter + 2
+  c = config(
+    cache,
+    "simulated",
+    steps=steps,
+    staleness__intra=intra,
+    staleness__inter=inter,
+    staleness__segment_tokens=1,
+  )
+  _, rows = train(c, tmp_path / "run")
+  for target, row in enumerate(rows[1:]):
+    reached = np.flatnonzero(row["staleness/token_histogram"])
+    oldest, newest = (max(0, target - age) for age in (intra + inter, inter))
+    assert reached.max() == target - oldest
+    assert reached.min() == target - newest
+    if target >= intra + inter:
+      # Every trajectory here has more than `intra` policy tokens, so each crosses exactly that many versions.
+      assert np.flatnonzero(row["staleness/intra_histogram"]).tolist() == [intra]
+      assert np.flatnonzero(row["staleness/inter_histogram"]).tolist() == [inter]
+
+
+def test_segment_versions():
+  """Fails if intra and inter change places, or the last segment is not the newest."""
+  assert segment_versions(9, inter=3, intra=2) == [4, 5, 6]
+  assert segment_versions(9, inter=0, intra=0) == [9]
+  assert segment_versions(3, inter=3, intra=2) == [0, 0, 0]
+  assert segment_versions(4, inter=3, intra=2) == [0, 0, 1]
+  assert segment_versions(9, inter=3, intra=2, oldest=5) == [5, 5, 6]
+
+
+def test_the_history_holds_what_the_plan_needs():
+  """Fails if the ring is one too short, or is indexed from its wrong end."""
+  schedule = Simulated(inter=3, intra=2, segment_tokens=4)
+  for version in range(12):
+    schedule.publish(Weights(version, f"params {version}"))
+    assert [w.version for w in schedule.segments(version)] == segment_versions(version, inter=3, intra=2)
+    assert all(w.params == f"params {w.version}" for w in schedule.segments(version))
+  with pytest.raises(ValueError, match="version 13 after 11"):
+    schedule.publish(Weights(13, None))
+
+
+def test_on_policy_refuses_old_weights():
+  """Fails if sync mode could sample from weights before the last update."""
+  schedule = OnPolicy()
+  schedule.publish(Weights(4, None))
+  assert [w.version for w in schedule.segments(4)] == [4]
+  with pytest.raises(ValueError, match="version 5"):
+    schedule.segments(5)
+
+
+def test_a_stopped_sync_run_goes_on_to_the_same_end(cache, tmp_path):
+  """Fails if a resumed run skips or repeats a prompt, a step, or a random draw."""
+  straight = config(cache, "sync", steps=4)
+  _, rows = train(straight, tmp_path / "straight")
+  for steps in (2, 4):
+    _, resumed = train(config(cache, "sync", steps=steps), tmp_path / "resumed")
+  assert [row["step"] for row in resumed] == [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+  assert [r.get("loss/objective") for r in resumed] == [r.get("loss/objective") for r in rows]
+  assert_trees_equal(final_params(straight, tmp_path / "straight"), final_params(straight, tmp_path / "resumed"))
+
+
+def test_a_workdir_of_another_config_is_refused(cache, tmp_path):
+  """Fails if a run goes on under settings that it did not begin with."""
+  c = config(cache, "sync")
+  roles.record_config(c, tmp_path)
+  c.steps = 9  # may change
+  roles.record_config(c, tmp_path)
+  c.loss.estr.tau = 2.0
+  with pytest.raises(UserError, match="another config: loss was"):
+    roles.record_config(c, tmp_path)
+  assert json.loads((tmp_path / "config.json").read_text())["loss"]["estr"]["tau"] == 1.0
+
+
+@pytest.mark.parametrize("edge", ["direct", "proximal"])
+@pytest.mark.parametrize("loss", ["estr", "ppo", "icepop", "kpop"])
+def test_every_loss_trains_on_every_edge(cache, tmp_path, loss, edge):
+  """Fails if a loss does not get the batch that its edge asks for."""
+  c = config(cache, "simulated", steps=2, loss__name=loss, loss__edge=edge, staleness__inter=1)
+  _, rows = train(c, tmp_path / "run")
+  assert all(row["optimizer/gradient_norm"] > 0 for row in rows[1:])
