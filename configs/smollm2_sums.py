@@ -22,8 +22,8 @@ def get_config(arg: str = ""):
   c.batch.microbatches = 4
   c.optimizer.learning_rate = 3e-6
   c.optimizer.warmup_steps = 2
-  c.sampling.slots = 32
-  c.sampling.context = 48
+  c.sampling.slots = 64
+  c.sampling.context = 44
   c.sampling.chunk = 4
   c.staleness.max = 2
   c.queue.capacity = 24
@@ -32,6 +32,15 @@ def get_config(arg: str = ""):
   c.eval.prompts = 512
   c.eval.every = 0
   c.eval.slots = 64
-  if arg:
-    raise ValueError(f"configs/smollm2_sums.py:{arg} is unknown; it takes no argument")
+  if arg == "smoke":
+    c.steps = 2
+    c.batch.groups = 2
+    c.batch.group_size = 2
+    c.batch.microbatches = 2
+    c.sampling.slots = 4
+    c.eval.prompts = 4
+    c.eval.every_prompts = 4
+    c.eval.slots = 4
+  elif arg:
+    raise ValueError(f"configs/smollm2_sums.py:{arg} is unknown; its one argument is :smoke")
   return c

@@ -65,9 +65,9 @@ def test_realised_staleness_is_the_requested_one_for_every_token(cache, tmp_path
     assert reached.max() == target - oldest
     assert reached.min() == target - newest
     if target >= intra + inter:
-      # Every trajectory here has more than `intra` policy tokens, so each crosses exactly that many versions.
-      assert np.flatnonzero(row["staleness/intra_histogram"]).tolist() == [intra]
-      assert np.flatnonzero(row["staleness/inter_histogram"]).tolist() == [inter]
+      # A trajectory of at most `intra` policy tokens ends before its last switch; the others cross exactly that many.
+      assert np.flatnonzero(row["staleness/intra_histogram"]).max() == intra
+      assert np.flatnonzero(row["staleness/inter_histogram"]).min() == inter
 
 
 def test_segment_versions():

@@ -146,15 +146,18 @@ def test_same_number_ignores_leading_zeros_only():
   assert not same_number("102", "1020") and not same_number("", "0") and not same_number("1\n", "1")
 
 
-def test_sums_prompt_is_a_short_system_message_and_the_question():
-  """Fails if the template's own, longer system message is let in, or the question is altered."""
+def test_sums_prompt_is_a_short_system_message_the_question_and_the_beginning_of_the_reply():
+  """Fails if the template's own, longer system message is let in, the question is altered, or the digits change."""
 
   class Recorder:
     def chat(self, messages):
       self.messages = messages
       return [1, 2]
 
+    def encode(self, text):
+      return list(text)
+
   recorder = Recorder()
-  assert TASKS["sums"].encode(recorder, "What is 3+5?") == [1, 2]
+  assert TASKS["sums"].encode(recorder, "What is 3+5?") == [1, 2, *"3 + 5 = "]
   assert [message["role"] for message in recorder.messages] == ["system", "user"]
   assert recorder.messages[0]["content"] == sums.SYSTEM and recorder.messages[1]["content"] == "What is 3+5?"

@@ -127,21 +127,21 @@ def test_calculator_questions_and_answers_fit_their_widths():
   ("reply", "worth"),
   [
     ("8<|im_end|>", 1.0),
-    ("The answer is 8.<|im_end|>", 1.0),
-    ("3 + 5 = 8<|im_end|>", 1.0),
-    ("08", 1.0),
-    ("8 or 9", 0.0),  # the last number is judged
-    ("18", 0.0),
-    ("-8", 0.0),
-    ("0.8", 0.0),
-    ("8.5", 0.0),
-    ("5,8", 0.0),
-    ("eight", 0.0),
-    ("5, 6, 7, 8", 0.0),  # counting up
-    ("1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18", 0.0),
+    (" 8.\n<|im_end|>", 1.0),
+    ("08</s>", 1.0),
+    ("8", 0.0),  # cut off
+    ("8.", 0.0),
+    ("8 or 9<|im_end|>", 0.0),
+    ("18<|im_end|>", 0.0),
+    ("-8<|im_end|>", 0.0),
+    ("8.5<|im_end|>", 0.0),
+    ("eight<|im_end|>", 0.0),
+    ("5, 6, 7, 8<|im_end|>", 0.0),
+    ("8<|im_end|><|im_end|>", 0.0),
+    ("\u0668<|im_end|>", 0.0),  # a digit, and not an ASCII one
     ("", 0.0),
   ],
 )
 def test_sums_reward(reply, worth):
-  """Fails if any number but the last is judged, a part of a number is, or a list is paid."""
+  """Fails if an unfinished reply is paid, a part of a number is judged, or more than the number is let through."""
   assert TASKS["sums"].reward("8", [reply]) == worth

@@ -2,7 +2,7 @@
 
 There are only 100 ordered pairs, of which 20 are held out in either order and in every phrasing. Crossed with
 28 phrasings that makes 2,240 training and 560 held-out prompts: held-out accuracy speaks of new pairs in known
-phrasings.
+phrasings. The reply is begun for the model ("3 + 5 = "), which knows such sums but, left to itself, talks.
 """
 
 import re
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
   from estr_jax.model.tokenizers import Tokenizer
 
 # Replaces the longer default that chat templates bring.
-SYSTEM = "Reply with one number."
+SYSTEM = "Add."
 SENTENCES = ("What is {}?", "{} = ?", "Compute {}.", "Calculate {}.", "How much is {}?", "Find {}.", "Tell me {}.")
 EXPRESSIONS = ("{}+{}", "{} + {}", "{} plus {}", "the sum of {} and {}")
 HELDOUT_UNEQUAL, HELDOUT_EQUAL = 9, 2  # pairs: 9 in both orders and 2 doubles make 20 of the 100
-MOST_NUMBERS = 3  # as many as "3 + 5 = 8" holds
 
-_NUMBER = re.compile("-?[0-9]+(?:[.,][0-9]+)*")
+# The rest of the reply: a number, at most a full stop, and the special token that ends a turn.
+_REPLY = re.compile(r"\s*([0-9]+)\.?\s*<[^<>]*>")
 
 
 def examples(split: str) -> Iterator[Example]:
@@ -47,17 +47,16 @@ def heldout_pairs() -> frozenset[tuple[int, int]]:
 
 
 def encode(tokenizer: "Tokenizer", question: str) -> list[int]:
-  return tokenizer.chat([{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}])
+  """The chat, and the beginning of the reply."""
+  a, b = re.findall("[0-9]", question)
+  messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+  return tokenizer.chat(messages) + tokenizer.encode(f"{a} + {b} = ")
 
 
 def reward(answer: str, turns: Sequence[str]) -> float:
-  """1.0 if the reply's LAST number is the sum and it holds at most three numbers, else 0.0.
-
-  The last, because a reply may restate the sum before its result; only one number of a reply is judged, so
-  guessing several gains nothing. At most three, so that counting up to the result is not rewarded.
-  """
-  numbers = _NUMBER.findall(turns[-1]) if turns else []
-  return float(0 < len(numbers) <= MOST_NUMBERS and same_number(numbers[-1], answer))
+  """1.0 if the rest of the reply is the sum and nothing else, and the policy ended it, else 0.0."""
+  written = _REPLY.fullmatch(turns[-1]) if turns else None
+  return float(written is not None and same_number(written[1], answer))
 
 
 TASK = Task(
