@@ -93,21 +93,19 @@ def stream_of(config: ConfigDict, tokenizer: Tokenizer) -> PromptStream:
 
 def engine_of(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer) -> Engine:
   s = config.sampling
-  sampling = Sampling(s.slots, s.context, s.chunk, s.temperature, greedy=False, rebuild_cache=s.rebuild_cache)
+  sampling = Sampling(s.slots, s.context, s.chunk, s.temperature, s.rebuild_cache)
   return Engine(model, task_of(config), tokenizer, sampling, key(config, _SAMPLING))
 
 
 def evaluator_of(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer, stream: PromptStream) -> Evaluator:
+  s = config.sampling
   return Evaluator(
     model,
     task_of(config),
     tokenizer,
     stream.heldout(max(config.eval.prompts, config.eval.every_prompts)),
-    slots=config.eval.slots,
-    context=config.sampling.context,
-    chunk=config.sampling.chunk,
-    temperature=config.sampling.temperature,
-    key=key(config, _EVALUATION),
+    Sampling(config.eval.slots, s.context, s.chunk, s.temperature, rebuild_cache=False),
+    key(config, _EVALUATION),
   )
 
 

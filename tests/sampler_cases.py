@@ -59,9 +59,9 @@ def prompts(count: int) -> list[Prompt]:
   ]
 
 
-def engine(*, slots=4, chunk=3, temperature=1.0, greedy=False, rebuild_cache=False, context=CONTEXT) -> Engine:
-  sampling = Sampling(slots, context, chunk, temperature, greedy, rebuild_cache)
-  return Engine(MODEL, TASK, TOKENIZER, sampling, KEY)
+def engine(*, slots=4, chunk=3, temperature=1.0, greedy=(), rebuild_cache=False, context=CONTEXT) -> Engine:
+  sampling = Sampling(slots, context, chunk, temperature, rebuild_cache)
+  return Engine(MODEL, TASK, TOKENIZER, sampling, KEY, greedy=greedy)
 
 
 def run(engine: Engine, prompts, weights_at) -> list:

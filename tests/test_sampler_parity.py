@@ -9,7 +9,7 @@ from sampler_cases import CONTEXT, MODEL, engine, prompts, run, weights
 from estr_jax.learner.step import score_tokens
 from estr_jax.model import decoder
 from estr_jax.objective import scoring
-from estr_jax.structs import NO_VERSION
+from estr_jax.structs import NO_VERSION, Prompt
 
 
 def teacher_forced(trajectory, params, temperature):
@@ -118,17 +118,27 @@ def test_samples_of_one_group_differ(versions):
 
 def test_greedy_takes_the_most_probable_token(versions):
   """Fails if greedy decoding draws, or takes the least probable token."""
-  for trajectory in run(engine(greedy=True), prompts(5), lambda _: versions[0]):
+  for trajectory in run(engine(greedy=range(5)), prompts(5), lambda _: versions[0]):
     probable = np.exp(trajectory.logprob[trajectory.mask])
     assert (probable >= 1 / MODEL.vocab_size).all()
-    again = run(engine(greedy=True, slots=2, chunk=7), prompts(5), lambda _: versions[0])[trajectory.prompt_id]
+    again = run(engine(greedy=range(5), slots=2, chunk=7), prompts(5), lambda _: versions[0])[trajectory.prompt_id]
     np.testing.assert_array_equal(trajectory.tokens, again.tokens)
+
+
+def test_a_greedy_prompt_leaves_its_neighbours_sampled(versions):
+  """Fails if greedy decoding is a setting of the engine, or is copied along with a shared prefill."""
+  same = [Prompt(i, 0, np.array([1, 2], np.int32), "", "echo") for i in range(6)]
+  mixed = run(engine(greedy={1, 4}), same, lambda _: versions[0])
+  sampled = run(engine(), same, lambda _: versions[0])
+  greedy = run(engine(greedy=range(6)), same, lambda _: versions[0])
+  for i, trajectory in enumerate(mixed):
+    wanted = greedy if i in (1, 4) else sampled
+    np.testing.assert_array_equal(trajectory.tokens, wanted[i].tokens)
+  assert mixed[0].tokens.tolist() != mixed[1].tokens.tolist()
 
 
 def test_sampling_follows_the_recorded_distribution(versions):
   """Fails if tokens are drawn at another temperature than the one they are scored at."""
-  from estr_jax.structs import Prompt
-
   same = np.array([1], np.int32)
   many = [Prompt(i, 0, same, "", "echo") for i in range(600)]
   first = run(engine(slots=64, temperature=0.7), many, lambda _: versions[0])

@@ -53,7 +53,8 @@ def score(
     (logprob_BT, entropy_BT), float32.
   """
   B, T, D = hidden_BTD.shape
-  chunk = min(chunk, T)
+  if chunk >= T:  # nothing to save
+    return score_logits(logits(hidden_BTD, head_DV), targets_BT, temperature=temperature)
   pad = -T % chunk
   hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, pad), (0, 0)))
   targets_BT = jnp.pad(targets_BT, ((0, 0), (0, pad)))

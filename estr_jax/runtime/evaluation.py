@@ -1,5 +1,6 @@
 """Accuracy on held-out prompts, sampled and greedy."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -14,7 +15,7 @@ from estr_jax.tasks.task import Task
 
 
 class Evaluator:
-  """Rolls out held-out prompts once sampled and once greedily, always with the same random keys."""
+  """Rolls out held-out prompts, each once sampled and once greedily, always with the same random keys."""
 
   def __init__(
     self,
@@ -22,28 +23,24 @@ class Evaluator:
     task: Task,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
-    *,
-    slots: int,
-    context: int,
-    chunk: int,
-    temperature: float,
+    sampling: Sampling,
     key: jax.Array,
   ):
-    self._prompts = prompts
+    n = len(prompts)
+    self._prompts = [(prompt, dataclasses.replace(prompt, id=n + prompt.id)) for prompt in prompts]
+    self._first_greedy = n
+    self._engine = Engine(model, task, tokenizer, sampling, key, greedy=range(n, 2 * n))
 
-    def engine(greedy: bool) -> Engine:
-      sampling = Sampling(slots, context, chunk, temperature, greedy, rebuild_cache=False)
-      return Engine(model, task, tokenizer, sampling, key)
-
-    self._engines = {"sampled": engine(False), "greedy": engine(True)}
-
-  def trajectories(self, weights: Weights, prompts: int, kind: str) -> list[Trajectory]:
-    """The first `prompts` held-out prompts, rolled out; kind is "sampled" or "greedy"."""
-    return rollout(self._engines[kind], self._prompts[:prompts], lambda _: weights, segments=1, segment_tokens=1)
+  def rollouts(self, weights: Weights, prompts: int) -> dict[str, list[Trajectory]]:
+    """{"sampled": trajectories, "greedy": ...} of the first `prompts` held-out prompts."""
+    pairs = [prompt for pair in self._prompts[:prompts] for prompt in pair]  # side by side, to share their prefill
+    trajectories = rollout(self._engine, pairs, lambda _: weights, segments=1, segment_tokens=1)
+    return {
+      "sampled": [t for t in trajectories if t.prompt_id < self._first_greedy],
+      "greedy": [t for t in trajectories if t.prompt_id >= self._first_greedy],
+    }
 
   def __call__(self, weights: Weights, prompts: int) -> Mapping[str, float]:
     """{"eval/sampled_accuracy": mean reward, "eval/greedy_accuracy": ...}."""
-    return {
-      f"eval/{kind}_accuracy": float(np.mean([t.reward for t in self.trajectories(weights, prompts, kind)]))
-      for kind in self._engines
-    }
+    rollouts = self.rollouts(weights, prompts)
+    return {f"eval/{kind}_accuracy": float(np.mean([t.reward for t in done])) for kind, done in rollouts.items()}

@@ -31,6 +31,7 @@ class Slots:
   length: jax.Array  # i32 [S]; tokens present
   sampled: jax.Array  # i32 [S]; policy tokens among them
   seed: jax.Array  # i32 [S]; the prompt id, from which the slot's random keys are derived
+  greedy: jax.Array  # bool [S]; take the most probable token instead of drawing one
   live: jax.Array  # bool [S]; it is the policy's turn
 
 
@@ -46,6 +47,7 @@ def empty(config: decoder.DecoderConfig, slots: int, context: int) -> Slots:
     length=jnp.zeros(rows, jnp.int32),
     sampled=jnp.zeros(rows, jnp.int32),
     seed=jnp.zeros(rows, jnp.int32),
+    greedy=jnp.zeros(rows, bool),
     live=jnp.zeros(rows, bool),
   )
 
@@ -60,6 +62,7 @@ def feed(
   count_R: jax.Array,
   fresh_R: jax.Array,
   seed_R: jax.Array,
+  greedy_R: jax.Array,
 ) -> Slots:
   """Appends tokens that the policy did not sample, a prompt or an observation, and gives the policy the word.
 
@@ -71,6 +74,7 @@ def feed(
     count_R: how many, at least 1.
     fresh_R: bool; True starts a new sequence, False appends to the slot's own.
     seed_R: the prompt id of a fresh row; ignored otherwise.
+    greedy_R: bool, of a fresh row; ignored otherwise.
   """
   C = tokens_RC.shape[1]
   column_C = jnp.arange(C)
@@ -96,11 +100,35 @@ def feed(
     length=slots.length.at[rows_R].set(start_R + count_R, mode="drop"),
     sampled=slots.sampled.at[fresh_rows].set(0, mode="drop"),
     seed=slots.seed.at[fresh_rows].set(seed_R, mode="drop"),
+    greedy=slots.greedy.at[fresh_rows].set(greedy_R, mode="drop"),
     live=slots.live.at[rows_R].set(True, mode="drop"),
   )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "temperature", "greedy", "steps"), donate_argnames="slots")
+@functools.partial(jax.jit, donate_argnames="slots")
+def share(slots: Slots, source_R: jax.Array, target_R: jax.Array, seed_R: jax.Array, greedy_R: jax.Array) -> Slots:
+  """Copies freshly fed slots to others, which then go their own way: the samples of a group share one prefill.
+
+  Args:
+    slots: the state; donated.
+    source_R: slots to copy from.
+    target_R: slots to copy to, distinct and none of the sources; S for a row that is not there.
+    seed_R, greedy_R: of the targets.
+  """
+
+  def copy(array, axis):
+    taken = jnp.take(array, source_R, axis=axis, mode="clip")
+    return array.at[(slice(None),) * axis + (target_R,)].set(taken, mode="drop")
+
+  copied = jax.tree.map(functools.partial(copy, axis=0), slots.replace(cache=None))
+  return copied.replace(
+    cache=jax.tree.map(functools.partial(copy, axis=1), slots.cache),
+    seed=slots.seed.at[target_R].set(seed_R, mode="drop"),
+    greedy=slots.greedy.at[target_R].set(greedy_R, mode="drop"),
+  )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "temperature", "steps"), donate_argnames="slots")
 def decode(
   config: decoder.DecoderConfig,
   params: Params,
@@ -111,7 +139,6 @@ def decode(
   limit: jax.Array,
   *,
   temperature: float,
-  greedy: bool,
   steps: int,
 ) -> Slots:
   """Up to `steps` tokens for every slot whose turn it is, inside one compiled loop.
@@ -128,7 +155,6 @@ def decode(
     stop_ids: i32 [K], tokens that end a turn.
     limit: i32 [], policy tokens.
     temperature: of the sampling distribution; the recorded log-prob and entropy are of that distribution.
-    greedy: take the most probable token instead of drawing one.
     steps: the chunk.
   """
   S, T = slots.tokens.shape
@@ -146,11 +172,9 @@ def decode(
     last_S = slots.tokens[rows_S, jnp.maximum(position_S, 0)]
     hidden, cache = decoder.extend(config, params, last_S[:, None], position_S[:, None], rows_S, slots.cache)
     logits_SV = scoring.logits(hidden[:, 0], head_DV)
-    if greedy:
-      token_S = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
-    else:
-      draw = jax.vmap(lambda k, p, row: jax.random.categorical(jax.random.fold_in(k, p), row / temperature))
-      token_S = draw(key_S, slots.length, logits_SV).astype(jnp.int32)
+    draw = jax.vmap(lambda k, p, row: jax.random.categorical(jax.random.fold_in(k, p), row / temperature))
+    drawn_S = draw(key_S, slots.length, logits_SV)
+    token_S = jnp.where(slots.greedy, jnp.argmax(logits_SV, axis=-1), drawn_S).astype(jnp.int32)
     logprob_S, entropy_S = scoring.score_logits(logits_SV, token_S, temperature=temperature)
 
     index = (rows_S, jnp.where(active_S, slots.length, T))

@@ -28,7 +28,6 @@ class Sampling:
   context: int  # tokens of a sequence, prompt included
   chunk: int  # decode steps between two looks of the host; new weights are taken there
   temperature: float
-  greedy: bool  # evaluation only
   rebuild_cache: bool  # recompute the keys of unfinished sequences when the weights change, or keep the old ones
 
 
@@ -49,12 +48,23 @@ class Engine:
   Usage: `set_weights`, `admit` up to `free` prompts, then `advance` until the trajectories come.
   """
 
-  def __init__(self, model: DecoderConfig, task: Task, tokenizer: Tokenizer, sampling: Sampling, key: jax.Array):
+  def __init__(
+    self,
+    model: DecoderConfig,
+    task: Task,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    key: jax.Array,
+    *,
+    greedy: Container[int] = (),
+  ):
+    """`key` is the run's sampling key; `greedy` holds the ids of prompts to be decoded greedily, in evaluations."""
     self._model, self._task, self._tokenizer, self._sampling, self._key = model, task, tokenizer, sampling, key
     stop = [tokenizer.token_id(text) for text in task.stop]
     if None in stop:
       raise UserError(f"task {task.name}: the stop strings {task.stop} must be single tokens of the tokenizer")
     self._stop_ids = np.array(sorted({tokenizer.eos_id, *stop}), np.int32)
+    self._greedy = greedy
     self._slots = decode.empty(model, sampling.slots, sampling.context)
     self._episodes: dict[int, _Episode] = {}
     self._feeds: dict[int, tuple[np.ndarray, bool]] = {}  # slot -> tokens to feed, and whether they start a sequence
@@ -128,7 +138,6 @@ class Engine:
       self._stop_ids,
       np.int32(limit),
       temperature=sampling.temperature,
-      greedy=sampling.greedy,
       steps=sampling.chunk,
     )
     host = jax.device_get((self._slots.live, self._slots.length, self._slots.sampled))
@@ -184,20 +193,45 @@ class Engine:
   def _feed(self) -> None:
     if not self._feeds:
       return
-    width = _bucket(max(len(tokens) for tokens, _ in self._feeds.values()), self._sampling.context)
-    for rows_R in self._batches(sorted(self._feeds)):
+    source: dict[bytes, int] = {}  # a fresh prompt -> the slot that is fed with it
+    copies: dict[int, int] = {}  # slot -> the slot that it is a copy of
+    for slot in sorted(self._feeds):
+      tokens, fresh = self._feeds[slot]
+      if fresh and source.setdefault(tokens.tobytes(), slot) != slot:
+        copies[slot] = source[tokens.tobytes()]
+    fed = {slot: feed for slot, feed in sorted(self._feeds.items()) if slot not in copies}
+    width = _bucket(max(len(tokens) for tokens, _ in fed.values()), self._sampling.context)
+    for rows_R in self._batches(list(fed)):
       R = len(rows_R)
       tokens_RC = np.zeros((R, width), np.int32)
-      count_R, fresh_R, seed_R = np.zeros(R, np.int32), np.zeros(R, bool), np.zeros(R, np.int32)
-      for row, slot in self._occupied(rows_R, self._feeds):
-        tokens, fresh = self._feeds[slot]
+      count_R, fresh_R = np.zeros(R, np.int32), np.zeros(R, bool)
+      for row, slot in self._occupied(rows_R, fed):
+        tokens, fresh = fed[slot]
         tokens_RC[row, : len(tokens)] = tokens
-        count_R[row], fresh_R[row], seed_R[row] = len(tokens), fresh, self._episodes[slot].prompt.id
-      there_R = np.where(count_R > 0, rows_R, self._sampling.slots).astype(np.int32)
+        count_R[row], fresh_R[row] = len(tokens), fresh
       self._slots = decode.feed(
-        self._model, self._weights.params, self._slots, there_R, tokens_RC, count_R, fresh_R, seed_R
+        self._model,
+        self._weights.params,
+        self._slots,
+        self._only(rows_R, fed),
+        tokens_RC,
+        count_R,
+        fresh_R,
+        *self._identity(rows_R, fed),
       )
+    for rows_R in self._batches(list(copies)):
+      source_R = np.array([copies.get(slot, 0) for slot in rows_R.tolist()], np.int32)
+      self._slots = decode.share(self._slots, source_R, self._only(rows_R, copies), *self._identity(rows_R, copies))
     self._feeds.clear()
+
+  def _only(self, rows_R: np.ndarray, slots: Container[int]) -> np.ndarray:
+    """The rows of a batch that are meant; the others out of range."""
+    return np.array([slot if slot in slots else self._sampling.slots for slot in rows_R.tolist()], np.int32)
+
+  def _identity(self, rows_R: np.ndarray, slots: Container[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(seed_R, greedy_R): what tells the sequences of one prompt apart."""
+    ids = [self._episodes[slot].prompt.id if slot in slots else 0 for slot in rows_R.tolist()]
+    return np.array(ids, np.int32), np.array([id in self._greedy for id in ids])
 
   def _batches(self, slots: list[int]) -> list[np.ndarray]:
     """Rows for the device: few slots in small batches, many in one full one, so that two compiled shapes serve all.
