@@ -184,7 +184,7 @@ def make_score_step(
 
 
 def compilations(step: TrainStep | ScoreStep) -> int:
-  """How many programs a step has been compiled to; more than 1 after the first call is a fault."""
+  """How many programs a step holds; more than 1 is a fault where every batch is of one shape and one kind of array."""
   return step._cache_size()
 
 
