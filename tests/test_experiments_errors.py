@@ -1,0 +1,135 @@
+"""A user's mistake is one line that says what, where and what to do; the exit status is not 0."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+from ml_collections import ConfigDict
+
+from configs import default, quickstart
+from estr_jax.errors import UserError
+from experiments import settings
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def run(*arguments, **environment) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, "-m", "experiments.train", *map(str, arguments)],
+    cwd=ROOT,
+    env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+    capture_output=True,
+    text=True,
+    timeout=200,
+  )
+
+
+def assert_one_line(done: subprocess.CompletedProcess, *words: str) -> None:
+  assert done.returncode == 2, done.stderr
+  assert "Traceback" not in done.stderr + done.stdout
+  lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+  assert len(lines) == 1, done.stderr
+  for word in words:
+    assert word in lines[0]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    (["--config=configs/quickstart.py", "--config.loss.taau=2"], ["taau"]),
+    (["--config=configs/quickstart.py", "--config.steps=soon"], ["steps"]),
+    (["--config=configs/nowhere.py"], ["configs/nowhere.py"]),
+    (["--config=configs/quickstart.py:fast"], ["fast", ":smoke"]),
+    (["--config=configs/quickstart.py", "--config.sampling.top_p=0.9"], ["top_p", "renormalised"]),
+    (["--config=configs/quickstart.py", "extra"], ["extra"]),
+    (["--config=configs/quickstart.py", "--rool=learner"], ["rool"]),
+    ([], ["--config", "--workdir"]),
+  ],
+)
+def test_the_command_line(tmp_path, arguments, words):
+  """Fails if a wrong command ends in a traceback, or with status 0."""
+  workdir = [f"--workdir={tmp_path}"] if arguments else []
+  assert_one_line(run(*arguments, *workdir), *words)
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    ({"mode": "asynch"}, "nearest: async"),
+    ({"loss.name": "esrt"}, "nearest: estr"),
+    ({"loss.edge": "behaviour"}, "direct, proximal"),
+    ({"mode": "sync", "staleness.inter": 2}, "mode=simulated"),
+    ({"staleness.intra": 1}, "mode=simulated"),
+    ({"sampling.top_k": 50}, "refused for training"),
+    ({"batch.microbatches": 3}, "do not divide"),
+    ({"batch.group_size": 1}, "group_size"),
+    ({"queue.capacity": 3}, "queue.capacity=3"),
+    ({"task.name": "sums"}, "model.folder"),
+    ({"model.folder": "/nowhere/at/all"}, "does not exist"),
+    ({"loss.estr.tau": 0.0}, "loss.estr.tau"),
+    ({"sampling.temperature": -1.0}, "temperature"),
+    ({"seed": -1}, "seed"),
+  ],
+)
+def test_contradictions_and_impossible_values(change, words):
+  """Fails if a key is accepted that does nothing, or a value that cannot work."""
+  c = default.get_config()
+  for name, value in change.items():
+    group, _, leaf = name.rpartition(".")
+    (c[group] if group else c)[leaf] = value
+  with pytest.raises(UserError, match=words):
+    settings.check(c)
+
+
+def test_an_unknown_key_names_the_nearest_known_one():
+  """Fails if a config file may hold keys that nothing reads."""
+  c = default.get_config().unlock()
+  c.sampling = ConfigDict({**c.sampling.to_dict(), "temperatur": 0.7})
+  with pytest.raises(UserError, match=r"sampling\.temperatur.*nearest.*sampling\.temperature"):
+    settings.check(c)
+
+
+def test_every_config_passes_its_own_check():
+  """Fails if a shipped config contradicts itself."""
+  for arg in ("", "smoke"):
+    settings.check(quickstart.get_config(arg))
+  settings.check(default.get_config())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+  """Fails if the run starts and loses its results at the end."""
+  (tmp_path / "file").write_text("")
+  assert_one_line(run("--config=configs/quickstart.py", f"--workdir={tmp_path / 'file' / 'run'}"), "--workdir")
+
+
+def test_a_port_in_use(tmp_path):
+  """Fails if a second learner shares the port, or the launcher hangs."""
+  with socket.socket() as taken:
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    address = f"127.0.0.1:{taken.getsockname()[1]}"
+    done = run(
+      "--config=configs/quickstart.py:smoke",
+      f"--workdir={tmp_path}",
+      f"--config.transport.address={address}",
+      f"--config.cache_dir={tmp_path / 'cache'}",
+      "--config.warm_start.steps=0",
+      "--role=learner",
+    )
+  assert_one_line(done, address, "in use")
+
+
+def test_beyond_loopback_needs_tls_and_a_token(tmp_path):
+  """Fails if prompts and weights could be had by anyone on the network."""
+  done = run(
+    "--config=configs/quickstart.py:smoke",
+    f"--workdir={tmp_path}",
+    "--config.transport.address=0.0.0.0:0",
+    f"--config.cache_dir={tmp_path / 'cache'}",
+    "--config.warm_start.steps=0",
+    "--role=learner",
+  )
+  assert_one_line(done, "0.0.0.0:0", "TLS")

@@ -1,0 +1,86 @@
+"""The house: rooms import only the rooms above them, and `estr_jax` imports no program and no config."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# The order in which data flows.
+ROOMS = [
+  "errors", "structs", "objective", "model", "tasks", "sampler", "transport", "learner", "lab", "observe", "runtime",
+]  # fmt: skip
+
+
+def imports(path: pathlib.Path) -> set[str]:
+  """Dotted names of what a file imports, function bodies included."""
+  found = set()
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.Import):
+      found |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+  return found
+
+
+def room(dotted: str) -> str | None:
+  parts = dotted.split(".")
+  return parts[1] if parts[0] == "estr_jax" and len(parts) > 1 else None
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_room_imports_only_rooms_above_it(name):
+  """Fails if a lower room is imported from a higher one, or a program or config from the library."""
+  base = ROOT / "estr_jax" / name
+  files = sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]
+  assert files and all(file.exists() for file in files)
+  for file in files:
+    if file.name.endswith(("_pb2.py", "_pb2_grpc.py")):
+      continue
+    for dotted in imports(file):
+      assert dotted.split(".")[0] not in ("experiments", "configs"), f"{file} imports {dotted}"
+      if (other := room(dotted)) is not None:
+        assert ROOMS.index(other) <= ROOMS.index(name), f"{file} imports {dotted}"
+
+
+def test_the_list_of_rooms_is_complete():
+  """Fails if a new room escapes the order."""
+  there = {p.stem if p.is_file() else p.name for p in (ROOT / "estr_jax").iterdir() if p.suffix in ("", ".py")}
+  assert there - {"__init__", "__pycache__"} == set(ROOMS)
+
+
+@pytest.mark.parametrize(("library", "home"), [("grpc", "transport"), ("orbax", "learner"), ("rich", "observe")])
+def test_a_library_is_known_in_one_room(library, home):
+  """Fails if gRPC, Orbax or the terminal leaks into another room."""
+  for file in (ROOT / "estr_jax").rglob("*.py"):
+    if file.relative_to(ROOT / "estr_jax").parts[0] != home:
+      assert not any(name.split(".")[0] == library for name in imports(file)), file
+
+
+def test_the_readme_names_only_files_that_exist():
+  """Fails if a path in the README has moved."""
+  text = (ROOT / "README.md").read_text()
+  paths = re.findall(r"`((?:estr_jax|configs|experiments|tests)/[\w/.]*\w)(?::\w+)?`", text)
+  assert len(paths) > 8
+  assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_make_target_of_the_readme_exists():
+  """Fails if the README promises a command that is gone."""
+  targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
+  assert set(re.findall(r"\bmake ([a-z0-9-]+)", (ROOT / "README.md").read_text())) <= targets
+
+
+def test_every_loss_has_its_hyperparameters_in_the_default_config():
+  """Fails if a loss is added and its defaults are not, or a default is misspelt."""
+  import inspect
+
+  from configs.default import get_config
+  from estr_jax.objective.losses import LOSSES
+
+  loss = get_config().loss
+  for name, function in LOSSES.items():
+    wanted = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert set(loss[name]) | {"edge", "clip_low", "clip_high"} == wanted
