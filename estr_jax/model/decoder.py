@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from estr_jax.model.attention import attend, rotate
+from estr_jax.model.attention import Keys, attend, rotate
 from estr_jax.structs import Params
 
 
@@ -167,7 +167,8 @@ def forward(config: DecoderConfig, params: Params, tokens_BT: jax.Array, segment
 
   def body(x_BTD, layer_params):
     layer = nnx.merge(layer_graph, layer_params)
-    return layer.finish(x_BTD, attend(*layer.project(x_BTD, position_BT), visible_BTS)), None
+    q, k, v = layer.project(x_BTD, position_BT)
+    return layer.finish(x_BTD, attend(q, Keys(k, v, visible_BTS))), None
 
   x_BTD, _ = jax.lax.scan(REMAT[config.remat](body), _embed(decoder, tokens_BT), params["layers"])
   return decoder.final_norm(x_BTD)
@@ -195,7 +196,7 @@ def extend(
     config, params: the decoder.
     tokens_RC: the tokens.
     position_RC: their positions, consecutive along C; -1 marks a token that is not there, whose keys are not written.
-    rows_R: which slots; distinct, or out of range for rows that are not there.
+    rows_R: which slots; distinct, or out of range for rows that are not there. S of them are all slots in order.
     cache: must hold the keys of all earlier positions of those slots.
 
   Returns:
@@ -204,22 +205,22 @@ def extend(
   decoder_graph, layer_graph = _graphs(config)
   decoder = nnx.merge(decoder_graph, params)
   _, S, T, _, _ = cache.k.shape
-  written_RC = jnp.where(position_RC < 0, T, position_RC)  # T is out of range, and dropped
-  visible_RCT = jnp.arange(T) <= position_RC[:, :, None]
-  all_slots = rows_R.shape[0] == S  # then rows_R is arange(S), and no gather of rows is needed
+  there_RC = position_RC >= 0
+  start_R1 = jnp.min(jnp.where(there_RC, position_RC, T), axis=1, keepdims=True)
+  old_RCT = jnp.broadcast_to((jnp.arange(T) < start_R1)[:, None], (*position_RC.shape, T))
+  new_RCC = (position_RC[:, None, :] <= position_RC[:, :, None]) & there_RC[:, None, :]
+  all_slots = rows_R.shape[0] == S  # then row i is slot i, and no gather of rows is needed
 
-  def body(carry, xs):
-    x_RCD, k, v = carry
-    layer_params, index = xs
+  def body(x_RCD, xs):
+    layer_params, *old = xs
     layer = nnx.merge(layer_graph, layer_params)
-    q, k_new, v_new = layer.project(x_RCD, position_RC)
-    k = k.at[index, rows_R[:, None], written_RC].set(k_new, mode="drop")
-    v = v.at[index, rows_R[:, None], written_RC].set(v_new, mode="drop")
-    k_rows, v_rows = (jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for a in (k, v))
+    q, k, v = layer.project(x_RCD, position_RC)
     if not all_slots:
-      k_rows, v_rows = (a.at[rows_R].get(mode="clip") for a in (k_rows, v_rows))
-    return (layer.finish(x_RCD, attend(q, k_rows, v_rows, visible_RCT)), k, v), None
+      old = [rows.at[rows_R].get(mode="clip") for rows in old]
+    return layer.finish(x_RCD, attend(q, Keys(*old, old_RCT), Keys(k, v, new_RCC))), (k, v)
 
-  carry = (_embed(decoder, tokens_RC), cache.k, cache.v)
-  (x_RCD, k, v), _ = jax.lax.scan(body, carry, (params["layers"], jnp.arange(config.layers)))
+  x_RCD, (k, v) = jax.lax.scan(body, _embed(decoder, tokens_RC), (params["layers"], cache.k, cache.v))
+  # One write after the layers: a cache that were carried through them would be copied by each.
+  index = (slice(None), rows_R[:, None], jnp.where(there_RC, position_RC, T))  # T is out of range, and dropped
+  k, v = cache.k.at[index].set(k, mode="drop"), cache.v.at[index].set(v, mode="drop")
   return decoder.final_norm(x_RCD), Cache(k, v)

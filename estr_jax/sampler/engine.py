@@ -200,9 +200,9 @@ class Engine:
       if fresh and source.setdefault(tokens.tobytes(), slot) != slot:
         copies[slot] = source[tokens.tobytes()]
     fed = {slot: feed for slot, feed in sorted(self._feeds.items()) if slot not in copies}
-    width = _bucket(max(len(tokens) for tokens, _ in fed.values()), self._sampling.context)
     for rows_R in self._batches(list(fed)):
       R = len(rows_R)
+      width = _bucket(max(len(fed[slot][0]) for _, slot in self._occupied(rows_R, fed)), self._sampling.context)
       tokens_RC = np.zeros((R, width), np.int32)
       count_R, fresh_R = np.zeros(R, np.int32), np.zeros(R, bool)
       for row, slot in self._occupied(rows_R, fed):
@@ -251,8 +251,8 @@ class Engine:
 
 
 def _bucket(length: int, context: int) -> int:
-  """Widths of a feed: 8, 32, 128, ... up to the context, so that few shapes are compiled."""
+  """Widths of a feed: powers of 2 from 8 on, up to the context, so that few shapes are compiled."""
   width = 8
   while width < length:
-    width *= 4
+    width *= 2
   return min(width, context)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Replaces the longer default that chat templates bring.
 SYSTEM = "Add."
 SENTENCES = ("What is {}?", "{} = ?", "Compute {}.", "Calculate {}.", "How much is {}?", "Find {}.", "Tell me {}.")
-EXPRESSIONS = ("{}+{}", "{} + {}", "{} plus {}", "the sum of {} and {}")
+EXPRESSIONS = ("{}+{}", "{} + {}", "{} plus {}", "{} added to {}")
 HELDOUT_UNEQUAL, HELDOUT_EQUAL = 9, 2  # pairs: 9 in both orders and 2 doubles make 20 of the 100
 
 # The rest of the reply: a number, at most a full stop, and the special token that ends a turn.
