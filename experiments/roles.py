@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +65,8 @@ def sampler(config: ConfigDict, workdir: Path, name: str) -> int:
 def learner(config: ConfigDict, workdir: Path, name: str) -> int:
   """Trains to the end, and writes the summary and the report; returns the exit status."""
   launch.die_with_parent()
+  # Unwinds like an error: the terminal is given back, and a checkpoint that is being written is finished.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
   record_config(config, workdir)
   title = f"{config.task.name} · {config.loss.name} on the {config.loss.edge} edge · {config.mode}"
   with View(title, config.steps) as view:

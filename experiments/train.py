@@ -8,6 +8,7 @@ again goes on from the last checkpoint. DIR gets metrics.jsonl, summary.json, co
 the sampler's log.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -38,6 +39,9 @@ def program() -> int:
   workdir = make_workdir(FLAGS.workdir)
   if config.mode != "async" and FLAGS.role != "all":
     raise UserError(f"--role={FLAGS.role} has no meaning in mode={config.mode}, which is one process; leave it out")
+  if finished(workdir, config.steps):
+    print(f"{workdir} holds a run that has done its {config.steps} steps; raise --config.steps to go on")
+    return 0
   if config.mode == "async" and FLAGS.role == "all":
     return launch(commands(sys.argv[1:]), workdir)
 
@@ -58,6 +62,12 @@ def make_workdir(path: str) -> Path:
   except OSError as error:
     raise UserError(f"--workdir={path} cannot be written: {error.strerror}; choose another folder") from error
   return workdir
+
+
+def finished(workdir: Path, steps: int) -> bool:
+  """Whether the run of this folder wrote its summary after so many steps."""
+  path = workdir / "summary.json"
+  return path.is_file() and json.loads(path.read_text())["steps"] >= steps
 
 
 def commands(arguments: list[str]) -> dict[str, list[str]]:

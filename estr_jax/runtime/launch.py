@@ -20,6 +20,7 @@ PARENT_PIPE = "ESTR_JAX_PARENT_PIPE"  # set for children, whose standard input t
 
 _LOOK_S = 0.2
 _RESTARTS = 3  # of a sampler; it holds nothing that the learner could not lease anew
+_UNWIND_S = 20.0  # for a process to end after SIGTERM, a checkpoint on its way included
 _GOODBYE_S = 20.0  # for a sampler to see that the run is over
 
 
@@ -117,7 +118,7 @@ def launch(commands: Mapping[str, Sequence[str]], workdir: Path) -> int:
     for child in (learner, *children.values()):
       if child.process.poll() is None:
         child.process.terminate()
-        if not _wait(child.process, 5.0):
+        if not _wait(child.process, _UNWIND_S):
           child.process.kill()
           child.process.wait()
 
