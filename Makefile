@@ -30,7 +30,7 @@ demo: $(VENV)/installed ## trains the quickstart in minutes; a second call goes 
 
 test: $(VENV)/installed-test ## the linter and every fast test
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	@$(BIN)/pytest -m 'not slow'
+	@$(BIN)/pytest -m 'not slow' -n auto --dist loadfile
 
 test-slow: $(VENV)/installed-test ## whole runs: processes that are killed, the quickstart, SmolLM2 where it is
 	@$(BIN)/pytest -m slow --timeout=3000

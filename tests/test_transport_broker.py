@@ -336,12 +336,22 @@ def test_acknowledged_versions_are_kept_in_order():
 
 
 def test_waits_add_up_over_the_processes_of_a_name():
-  """Fails if a sampler that starts anew takes its predecessor's waits away, or counts them twice."""
+  """Fails if a new process takes its predecessor's waits away, or calls that overtake each other count twice."""
   broker = make()
-  for waited_s in (0.0, 2.0, 3.5, 1.0, 1.5):
-    broker.hear("a", 0, waited_s)
-  broker.hear("b", 0, 4.0)
-  assert broker.stats()["sampler_waited_s"] == 3.5 + 1.5 + 4.0
+  for process in ((0.0, 2.0, 3.5, 3.0, 3.5), (0.0, 1.0, 0.5, 1.5), (9.0, 9.5)):
+    broker.join("a", 1)
+    for waited_s in process:
+      broker.hear("a", 0, waited_s)
+  assert broker.stats()["sampler_waited_s"] == 3.5 + 1.5 + 0.5
+
+
+def test_an_overtaken_call_does_not_take_a_version_back():
+  """Fails if a late call makes the sampler seem to hold old weights, or an acknowledgement is counted twice."""
+  broker = make()
+  for version in (NO_VERSION, 0, 2, 1, 2, 3):
+    broker.hear("a", version, 0.0)
+  assert broker.stats()["acknowledged"] == {"a": [0, 2, 3]}
+  assert broker.stats()["samplers"]["a"]["version"] == 3
 
 
 @pytest.mark.parametrize(

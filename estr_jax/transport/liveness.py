@@ -26,8 +26,8 @@ class Member:
   heard_at: float
   progress_at: float  # when it entered its state, or last leased or put
   acknowledged: list[int]  # the versions it held, in order
-  waited_s: float = 0.0  # for prompts and weights, of all processes under this name
-  reported_s: float = 0.0  # what the newest of them said of it
+  waited_s: float = 0.0  # for prompts and weights, since the first join, of all processes under this name
+  reported_s: float | None = None  # what the newest of them said of it; None right after it joined
 
 
 class Roster:
@@ -42,7 +42,8 @@ class Roster:
     """A new process under this name; what an earlier one acknowledged stays on record."""
     member = self._member(name)
     now = self._clock()
-    member.pid, member.state, member.version, member.heard_at, member.progress_at = pid, "joining", NO_VERSION, now, now
+    member.pid, member.state, member.version, member.reported_s = pid, "joining", NO_VERSION, None
+    member.heard_at = member.progress_at = now
 
   def progress(self, name: str) -> None:
     """The sampler leased or put: alive, whatever its last beat said."""
@@ -52,12 +53,15 @@ class Roster:
   def hear(self, name: str, version: int, waited_s: float) -> None:
     member = self._member(name)
     member.heard_at = self._clock()
-    if version not in (member.version, NO_VERSION):
+    # Calls come from several threads of the sampler and may overtake each other: only what is newer counts.
+    if version > member.version:
       member.acknowledged.append(version)
-    member.version = version
-    # A process that starts under an old name counts from 0 again.
-    member.waited_s += waited_s - member.reported_s if waited_s >= member.reported_s else waited_s
-    member.reported_s = waited_s
+      member.version = version
+    if member.reported_s is None:
+      member.reported_s = waited_s
+    elif waited_s > member.reported_s:
+      member.waited_s += waited_s - member.reported_s
+      member.reported_s = waited_s
 
   def beat(self, name: str, state: str, seconds_in_state: float) -> None:
     """Raises ValueError on a state without a deadline."""
