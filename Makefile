@@ -6,7 +6,7 @@ RUN ?= runs/quickstart
 SMOLLM2 ?= $(HOME)/.cache/estr_jax/smollm2-135m-instruct
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-slow lint smollm2 smollm2-sums report clean
+.PHONY: help install demo test test-slow lint smollm2 smollm2-sums clean
 
 help: ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16

@@ -109,6 +109,10 @@ def evaluator_of(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer,
   )
 
 
+def _weight_files(config: ConfigDict) -> list[Path]:
+  return sorted(Path(config.model.folder).expanduser().glob("*.safetensors")) if config.model.folder else []
+
+
 def initial_params(
   config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer, stream: PromptStream, view: View
 ) -> Params:
@@ -128,7 +132,7 @@ def initial_params(
   )
   recipe = {
     "model": dataclasses.asdict(model),
-    "folder": config.model.folder,
+    "folder": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in _weight_files(config)],
     "seed": config.seed,
     "warm_start": w.to_dict(),
     "demonstrations": warm_start.digest(pool),

@@ -2,20 +2,19 @@
 
     python -m experiments.evaluate --workdir=DIR [--prompts=512] [--show=3]
 
-The config is the run's own; the prompts and random keys are those of the run's evaluations, so the last row of
-metrics.jsonl is reproduced exactly.
+The config is the run's own; the prompts and random keys are those of the run's evaluations, so the final evaluation of
+a finished run is reproduced.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-import numpy as np
-
 from configs import default
 from estr_jax.errors import UserError
 from estr_jax.learner.checkpoint import restore_params
 from estr_jax.model import decoder
+from estr_jax.runtime.evaluation import accuracies
 from estr_jax.structs import Weights
 from experiments import assembly, settings
 
@@ -40,8 +39,7 @@ def program() -> int:
   rollouts = evaluator.rollouts(weights, config.eval.prompts)
   for trajectory in rollouts["sampled"][: arguments.show]:
     print(f"reward {trajectory.reward:g}: {tokenizer.decode(trajectory.tokens)!r}")
-  result = {f"{kind}_accuracy": float(np.mean([t.reward for t in done])) for kind, done in rollouts.items()}
-  print(json.dumps({"version": weights.version, "prompts": config.eval.prompts, **result}))
+  print(json.dumps({"version": weights.version, "prompts": config.eval.prompts, **accuracies(rollouts)}))
   return 0
 
 

@@ -20,9 +20,9 @@ from estr_jax.model.decoder import DecoderConfig
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.observe.report import write_report
 from estr_jax.observe.terminal import View
-from estr_jax.observe.writers import MetricsFile, plain, read, write_json
+from estr_jax.observe.writers import MetricsFile, read, write_json, write_text
 from estr_jax.runtime import launch
-from estr_jax.runtime.learner_loop import accuracies, learner_loop
+from estr_jax.runtime.learner_loop import before_and_after, learner_loop
 from estr_jax.runtime.rollouts import LocalRollouts, RemoteRollouts, Rollouts
 from estr_jax.runtime.sampler_loop import device_placer, sampler_loop
 from estr_jax.tasks.prompts import PromptStream
@@ -30,10 +30,21 @@ from estr_jax.transport.broker import Broker
 from estr_jax.transport.client import Client
 from estr_jax.transport.service import serve
 from estr_jax.transport.weights import WeightStore
-from experiments import assembly
+from experiments import assembly, settings
 
-# May differ between a run and its resumption; everything else would make it another run.
-MAY_CHANGE = ("steps", "cache_dir", "checkpoint", "eval", "queue", "transport")
+# May differ between a run and its resumption; everything else would make it another run. "a." is all of a group.
+# So may "steps", where the learning rate does not depend on them.
+MAY_CHANGE = (
+  "cache_dir",
+  "checkpoint.",
+  "eval.every",
+  "eval.slots",
+  "queue.",
+  "transport.address",
+  "transport.tls_certificate",
+  "transport.tls_key",
+  "transport.token_file",
+)
 
 _FAREWELL_S = 10.0  # for the samplers to hear that the run is over
 
@@ -45,7 +56,7 @@ def sampler(config: ConfigDict, workdir: Path, name: str) -> int:
   tokenizer = assembly.tokenizer_of(config)
   model = assembly.model_of(config, tokenizer)
   engine = assembly.engine_of(config, model, tokenizer)
-  address = launch.find_learner(workdir, config.transport.address, config.queue.deadline_s)
+  address = launch.find_learner(workdir, config.transport.address)
   client = Client(
     address,
     name,
@@ -55,9 +66,8 @@ def sampler(config: ConfigDict, workdir: Path, name: str) -> int:
     token=assembly.token_of(config),
   )
   print(f"{name} (process {os.getpid()}) samples for the learner at {address}", flush=True)
-  with contextlib.closing(client):
-    place = device_placer(config.transport.weights_dtype)
-    sampler_loop(engine, client, place, group_size=config.batch.group_size, deadline_s=config.queue.deadline_s)
+  place = device_placer(config.transport.weights_dtype)
+  sampler_loop(engine, client, place, group_size=config.batch.group_size, deadline_s=config.queue.deadline_s)
   print(f"{name} is done after {engine.sampled_tokens} policy tokens", flush=True)
   return 0
 
@@ -67,9 +77,8 @@ def learner(config: ConfigDict, workdir: Path, name: str) -> int:
   launch.die_with_parent()
   # Unwinds like an error: the terminal is given back, and a checkpoint that is being written is finished.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-  record_config(config, workdir)
   title = f"{config.task.name} · {config.loss.name} on the {config.loss.edge} edge · {config.mode}"
-  with View(title, config.steps) as view:
+  with launch.only_learner(workdir), View(title, config.steps) as view:
     view.phase("starting")
     summary = train(config, workdir, view) | {"config_name": name}
     write_json(workdir / "summary.json", summary)
@@ -81,25 +90,28 @@ def learner(config: ConfigDict, workdir: Path, name: str) -> int:
   return 0
 
 
-def record_config(config: ConfigDict, workdir: Path) -> None:
-  """Writes config.json, or checks that a resumed run has the config that the run began with."""
-  path, now = workdir / "config.json", plain(config.to_dict())
-  if path.exists():
-    before = json.loads(path.read_text())
-    for name in sorted(now):
-      if name not in MAY_CHANGE and before.get(name) != now[name]:
+def record_config(config: ConfigDict, workdir: Path, *, resumes: bool) -> None:
+  """Writes config.json; where the run `resumes`, only after it has shown to be the config that the run began with."""
+  path, now = workdir / "config.json", config.to_dict()
+  if resumes:
+    before, after = (dict(settings.flat(tree)) for tree in (json.loads(path.read_text()), now))
+    for name in sorted(before.keys() | after.keys()):
+      free = name.startswith(MAY_CHANGE) or (name == "steps" and config.optimizer.decay == "constant")
+      if not free and (name not in before or name not in after or before[name] != after[name]):
+        there, here = (tree.get(name, "absent") for tree in (before, after))
         raise UserError(
-          f"{workdir} holds a run with another config: {name} was {before.get(name)} and is {now[name]}; "
+          f"{workdir} holds a run with another config: {name} was {there} and is {here}; "
           "take the old value to go on, or another --workdir to start anew"
         )
-  write_json(path, now)
+  write_text(path, json.dumps(now, indent=2) + "\n")  # tau may be infinite, for which only Python's JSON has a word
 
 
 def train(config: ConfigDict, workdir: Path, view: View) -> dict:
   """The learner's side, and in modes sync and simulated the only one, from the last checkpoint to the end.
 
   Returns:
-    The summary of the whole run, resumptions included.
+    The summary. What is counted by rows covers resumptions; process ids, acknowledged versions, compilations and
+    wall_s are of this start.
   """
   began = time.monotonic()
   assembly.use_compilation_cache(config)
@@ -108,8 +120,15 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
   view.phase("preparing prompts", detail=config.task.name)
   stream = assembly.stream_of(config, tokenizer)
   update = assembly.update_of(config, model)
+  evaluate = assembly.evaluator_of(config, model, tokenizer, stream)
   with contextlib.closing(Checkpoints(workdir / "checkpoints")) as checkpoints:
     latest = checkpoints.latest()
+    if latest and config.mode == "simulated" and (config.staleness.intra or config.staleness.inter):
+      raise UserError(
+        f"{workdir} holds step {latest} of a simulated run, whose past weights are not kept: going on would not have "
+        "the staleness that was asked for; take another --workdir to start anew"
+      )
+    record_config(config, workdir, resumes=latest is not None)
     metrics_path = workdir / "metrics.jsonl"
     if latest is None:
       cursor = None
@@ -117,8 +136,10 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
       state = update.init(assembly.initial_params(config, model, tokenizer, stream, view))
     else:
       state, record = checkpoints.restore(update.abstract, latest)
+      if record["seed"] != config.seed:
+        raise UserError(f"the checkpoint of step {latest} was drawn with seed {record['seed']}, not {config.seed}")
       cursor = record["cursor"]
-      view.message(f"resumed from the checkpoint of step {latest}")
+      view.resume(latest)
     source = rollouts_of(config, workdir, model, tokenizer, stream, cursor, latest or 0, view)
     with MetricsFile(metrics_path, resume_step=latest) as metrics_file, source as (rollouts, participants):
       learner_loop(
@@ -126,7 +147,7 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
         rollouts,
         update.learner,
         assembly.schedule_of(config),
-        evaluate=assembly.evaluator_of(config, model, tokenizer, stream),
+        evaluate=evaluate,
         checkpoints=checkpoints,
         host_record={"seed": config.seed},
         metrics_file=metrics_file,
@@ -168,6 +189,7 @@ def rollouts_of(
     max_staleness=s.max,
     admission=s.admission,
     capacity=config.queue.capacity,
+    last_version=config.steps,
     lease_timeout_s=config.queue.lease_timeout_s,
   )
   if cursor is not None:
@@ -216,6 +238,7 @@ def summarise(config: ConfigDict, metrics_path: Path) -> dict:
     values = [row[name] for row in trained if row.get(name) is not None]
     return float(np.mean(values)) if values else None
 
+  steps_s = sum(row["time/step_s"] for row in trained)
   ages = np.sum([row["staleness/token_histogram"] for row in trained], axis=0)
   return {
     "mode": config.mode,
@@ -224,10 +247,14 @@ def summarise(config: ConfigDict, metrics_path: Path) -> dict:
     "task": config.task.name,
     "steps": rows[-1]["step"],
     "prompts": config.eval.prompts,
-    "accuracy": accuracies(rows),
+    "accuracy": before_and_after(rows),
     "staleness": {
       **{name: mean(f"staleness/{name}") for name in ("intra", "inter", "token")},
       "max_token": int(np.flatnonzero(ages).max()),
     },
-    "tokens_per_s": {"trained": mean("throughput/tokens_per_s"), "sampled": mean("throughput/sampled_tokens_per_s")},
+    "tokens_per_s": {
+      "trained": sum(row["policy/tokens"] for row in trained) / steps_s,
+      "sampled": mean("throughput/sampled_tokens_per_s"),
+    },
+    "steps_s": steps_s,
   }

@@ -10,6 +10,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from estr_jax.errors import UserError
+from estr_jax.learner.optimizer import DECAYS, OPTIMIZERS
 from estr_jax.model.decoder import REMAT
 from estr_jax.objective.advantages import SCALES
 from estr_jax.objective.losses import LOSSES
@@ -24,12 +25,15 @@ def parse(argv: Sequence[str], define: Callable[[], None]) -> None:
   define()
   try:
     rest = flags.FLAGS(list(argv))
+    if flags.FLAGS.config is not None:
+      flags.FLAGS.config.to_dict()  # a file that cannot be read is reported at its first use
   except flags.Error as error:
-    raise UserError(_first_line(error)) from error
-  except (FileNotFoundError, ImportError) as error:
-    raise UserError(f"the config file cannot be read: {_first_line(error)}") from error
+    # What a config file raised comes as a whole traceback; its last line is what the file said.
+    raise UserError(str(error).strip().splitlines()[-1]) from error
+  except (OSError, ImportError) as error:
+    raise UserError(f"the config file cannot be read: {_one_line(error)}") from error
   except (AttributeError, KeyError, TypeError, ValueError) as error:
-    raise UserError(f"the configuration is wrong: {_first_line(error)}") from error
+    raise UserError(f"the configuration is wrong: {_one_line(error)}") from error
   if len(rest) > 1:
     raise UserError(f"unknown argument {rest[1]!r}; flags look like --workdir=DIR and --config.steps=10")
 
@@ -41,6 +45,9 @@ def main(program: Callable[[], int]) -> None:
   except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
+  except KeyboardInterrupt:
+    print("interrupted; run the same command again to go on from the last checkpoint", file=sys.stderr)
+    sys.exit(130)
 
 
 def define_config() -> None:
@@ -63,7 +70,7 @@ def check(config: ConfigDict) -> None:
       raise UserError(line)
 
 
-def _first_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
   text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
   return " ".join(text.split())
 
@@ -83,13 +90,20 @@ def _check_keys(given: dict, known: dict, path: str = "") -> None:
     raise UserError(f"config key {path}{min(missing)} is missing; start from configs/default.py")
 
 
-def _flat(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
   """("a.b", value) of every leaf."""
   for key, value in tree.items():
     if isinstance(value, dict):
-      yield from _flat(value, f"{path}{key}.")
+      yield from flat(value, f"{path}{key}.")
     else:
       yield f"{path}{key}", value
+
+
+def _idle_keys(c: ConfigDict) -> Iterator[tuple[bool, str, list[str]]]:
+  """(whether some keys do nothing, why, which)."""
+  shape = [f"model.{key}" for key in c.model if key not in ("folder", "dtype", "remat")]
+  yield bool(c.model.folder), "where model.folder gives the shape", shape
+  yield c.optimizer.name == "sgd", "under sgd", ["optimizer.b2", "optimizer.eps"]
 
 
 def _choice(name: str, value: Any, choices: Sequence[str]) -> tuple[bool, str]:
@@ -99,11 +113,16 @@ def _choice(name: str, value: Any, choices: Sequence[str]) -> tuple[bool, str]:
 
 def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
   """(holds, what to say where it does not)."""
+  from configs.default import get_config
+
+  known = dict(flat(get_config().to_dict()))
   yield _choice("mode", c.mode, MODES)
   yield _choice("task.name", c.task.name, sorted(TASKS))
   yield _choice("loss.name", c.loss.name, sorted(LOSSES))
   yield _choice("loss.edge", c.loss.edge, EDGES)
   yield _choice("advantage.scale", c.advantage.scale, SCALES)
+  yield _choice("optimizer.name", c.optimizer.name, sorted(OPTIMIZERS))
+  yield _choice("optimizer.decay", c.optimizer.decay, DECAYS)
   yield _choice("model.remat", c.model.remat, sorted(REMAT))
   yield _choice("model.dtype", c.model.dtype, ("float32", "bfloat16"))
   yield _choice("transport.weights_dtype", c.transport.weights_dtype, ("float32", "bfloat16"))
@@ -112,14 +131,29 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     "steps batch.groups batch.group_size batch.microbatches sampling.slots sampling.context sampling.chunk "
     "sampling.temperature staleness.segment_tokens queue.lease_timeout_s queue.deadline_s learner.score_chunk "
     "checkpoint.every eval.prompts eval.every_prompts eval.slots optimizer.learning_rate optimizer.clip_norm "
-    "loss.clip_low loss.clip_high loss.estr.tau loss.estr.eps loss.icepop.low loss.icepop.high loss.kpop.phi"
+    "mesh.data mesh.fsdp mesh.tensor model.kv_heads warm_start.batch warm_start.demonstrations "
+    "warm_start.learning_rate loss.clip_low loss.clip_high loss.estr.tau loss.estr.eps loss.icepop.low "
+    "loss.icepop.high loss.kpop.phi"
   )
-  flat = dict(_flat(c.to_dict()))
+  values = dict(flat(c.to_dict()))
   for key in positive.split():
-    yield flat[key] > 0, f"{key}={flat[key]} must be above 0"
+    yield values[key] > 0, f"{key}={values[key]} must be above 0"
   for key in ("staleness.intra", "staleness.inter", "staleness.max", "warm_start.steps", "eval.every"):
-    yield flat[key] >= 0, f"{key}={flat[key]} must not be negative"
+    yield values[key] >= 0, f"{key}={values[key]} must not be negative"
   yield 0 <= c.seed < 2**32, f"seed={c.seed} must be in 0 .. 2^32 - 1"
+  low, high = c.loss.icepop.low, c.loss.icepop.high
+  yield low < high, f"loss.icepop.low={low} is not below loss.icepop.high={high}, so no token could be kept"
+  yield (
+    c.model.heads % c.model.kv_heads == 0,
+    f"model.heads={c.model.heads} is no multiple of model.kv_heads={c.model.kv_heads}",
+  )
+  yield c.model.head_dim % 2 == 0, f"model.head_dim={c.model.head_dim} is odd; rotary positions turn pairs"
+  for idle, because, keys in _idle_keys(c):
+    for key in keys:
+      yield (
+        not idle or values[key] == known[key],
+        f"{key}={values[key]} has no effect {because}; leave it at its default",
+      )
   truncated = (
     "the probabilities of truncated sampling are renormalised over the surviving tokens, which shifts every log-ratio "
     "and shrinks the entropy that scales the trust region; leave top_p=1 and top_k=0"

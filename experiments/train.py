@@ -9,13 +9,15 @@ the sampler's log.
 """
 
 import json
+import os
+import socket
 import sys
 from pathlib import Path
 
 from absl import flags
 
 from estr_jax.errors import UserError
-from estr_jax.runtime.launch import launch
+from estr_jax.runtime.launch import launch, launched
 from experiments import settings
 
 FLAGS = flags.FLAGS
@@ -27,7 +29,7 @@ def define_flags() -> None:
   settings.define_config()
   flags.DEFINE_string("workdir", None, "Where the run keeps its files.")
   flags.DEFINE_enum("role", "all", ROLES, "What this process is, in mode async.")
-  flags.DEFINE_string("sampler_name", "sampler", "This sampler's name; each sampler of a run needs its own.")
+  flags.DEFINE_string("sampler_name", None, "A sampler's name, unique in its run; by default its host and process.")
 
 
 def program() -> int:
@@ -42,13 +44,15 @@ def program() -> int:
   if finished(workdir, config.steps):
     print(f"{workdir} holds a run that has done its {config.steps} steps; raise --config.steps to go on")
     return 0
+  if FLAGS.role == "learner" and config.transport.address.endswith(":0") and not launched():
+    raise UserError("samplers that are started by hand must know where to go: name a port in transport.address")
   if config.mode == "async" and FLAGS.role == "all":
     return launch(commands(sys.argv[1:]), workdir)
 
   from experiments import roles  # imports JAX, which the launcher need not wait for
 
   if FLAGS.role == "sampler":
-    return roles.sampler(config, workdir, FLAGS.sampler_name)
+    return roles.sampler(config, workdir, FLAGS.sampler_name or f"{socket.gethostname()}-{os.getpid()}")
   return roles.learner(config, workdir, settings.config_name())
 
 
@@ -65,16 +69,21 @@ def make_workdir(path: str) -> Path:
 
 
 def finished(workdir: Path, steps: int) -> bool:
-  """Whether the run of this folder wrote its summary after so many steps."""
-  path = workdir / "summary.json"
-  return path.is_file() and json.loads(path.read_text())["steps"] >= steps
+  """Whether the run of this folder has done so many steps and written all its files."""
+  summary, report = workdir / "summary.json", workdir / "report.html"
+  if not (summary.is_file() and report.is_file()):
+    return False
+  return json.loads(summary.read_text())["steps"] >= steps and report.stat().st_mtime >= summary.stat().st_mtime
 
 
 def commands(arguments: list[str]) -> dict[str, list[str]]:
   """This very command, once for each role."""
   shared = [argument for argument in arguments if not argument.lstrip("-").startswith("role=")]
   program = [sys.executable, "-m", "experiments.train", *shared]
-  return {role: [*program, f"--role={role}"] for role in ("learner", "sampler")}
+  return {
+    "learner": [*program, "--role=learner"],
+    "sampler": [*program, "--role=sampler", "--sampler_name=sampler"],
+  }
 
 
 if __name__ == "__main__":

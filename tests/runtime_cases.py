@@ -23,6 +23,7 @@ def config(cache, mode: str, **changes):
   c.eval.every_prompts = 2
   c.checkpoint.every = 1
   c.optimizer.learning_rate = 3e-3
+  c.optimizer.decay = "constant"
   for name, value in changes.items():
     *groups, leaf = name.split("__")
     node = c

@@ -27,14 +27,12 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def chat_folder(tmp_path_factory):
   """A random two-layer Llama with a byte-level tokenizer and a chat template, as Hugging Face lays it out."""
-  source = tmp_path_factory.mktemp("tokenizer")
+  folder = tmp_path_factory.mktemp("model") / "llama"
   vocab = {token: i for i, token in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = tokenizers.decoders.ByteLevel()
   tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-  tokenizer.save(str(source / "tokenizer.json"))
-  (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE}))
   model = decoder.DecoderConfig(
     vocab_size=tokenizer.get_vocab_size(),
     width=16,
@@ -49,8 +47,9 @@ def chat_folder(tmp_path_factory):
     qk_norm=False,
     tied_head=True,
   )
-  folder = tmp_path_factory.mktemp("model") / "llama"
-  hf.save(folder, model, decoder.init(model, jax.random.key(0)), source=source)
+  hf.save(folder, model, decoder.init(model, jax.random.key(0)))
+  tokenizer.save(str(folder / "tokenizer.json"))
+  (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE}))
   return folder
 
 

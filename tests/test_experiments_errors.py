@@ -72,6 +72,12 @@ def test_the_command_line(tmp_path, arguments, words):
     ({"loss.estr.tau": 0.0}, "loss.estr.tau"),
     ({"sampling.temperature": -1.0}, "temperature"),
     ({"seed": -1}, "seed"),
+    ({"optimizer.decay": "cosin"}, "nearest: cosine"),
+    ({"optimizer.name": "sgd", "optimizer.b2": 0.9}, "no effect under sgd"),
+    ({"model.folder": ".", "model.width": 128}, "no effect where model.folder"),
+    ({"mesh.data": 0}, "mesh.data"),
+    ({"loss.icepop.low": 6.0}, "no token could be kept"),
+    ({"model.kv_heads": 3}, "no multiple"),
   ],
 )
 def test_contradictions_and_impossible_values(change, words):
@@ -122,14 +128,20 @@ def test_a_port_in_use(tmp_path):
   assert_one_line(done, address, "in use")
 
 
+def test_a_learner_started_by_hand_needs_a_port(tmp_path):
+  """Fails if samplers would have to guess where a learner listens."""
+  done = run("--config=configs/quickstart.py:smoke", f"--workdir={tmp_path}", "--role=learner")
+  assert_one_line(done, "transport.address")
+
+
 def test_beyond_loopback_needs_tls_and_a_token(tmp_path):
   """Fails if prompts and weights could be had by anyone on the network."""
   done = run(
     "--config=configs/quickstart.py:smoke",
     f"--workdir={tmp_path}",
-    "--config.transport.address=0.0.0.0:0",
+    "--config.transport.address=0.0.0.0:50987",
     f"--config.cache_dir={tmp_path / 'cache'}",
     "--config.warm_start.steps=0",
     "--role=learner",
   )
-  assert_one_line(done, "0.0.0.0:0", "TLS")
+  assert_one_line(done, "0.0.0.0:50987", "TLS")

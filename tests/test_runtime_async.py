@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -121,13 +122,16 @@ def test_kill_9_of_the_launcher_leaves_no_process_behind(tmp_path):
 @pytest.mark.slow
 def test_a_sampler_of_another_model_is_refused_in_one_line(tmp_path):
   """Fails if weights of another shape are fetched, or the difference is not named."""
-  learner = start(tmp_path / "run", tmp_path / "cache", "--role=learner", "--config.steps=5000")
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"--config.transport.address=127.0.0.1:{free.getsockname()[1]}"
+  learner = start(tmp_path / "run", tmp_path / "cache", "--role=learner", "--config.steps=5000", address)
   try:
     deadline = time.monotonic() + 120
     while not (tmp_path / "run" / "learner.json").exists():
       assert time.monotonic() < deadline and learner.poll() is None
       time.sleep(0.1)
-    sampler = start(tmp_path / "run", tmp_path / "cache", "--role=sampler", "--config.model.mlp_width=128")
+    sampler = start(tmp_path / "run", tmp_path / "cache", "--role=sampler", "--config.model.mlp_width=128", address)
     output = finish(sampler, 120)
     assert sampler.returncode == 2
     lines = [line for line in output.splitlines() if line.startswith("error: ")]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 from runtime_cases import assert_trees_equal, config, final_params, train
@@ -113,13 +114,38 @@ def test_a_stopped_sync_run_goes_on_to_the_same_end(cache, tmp_path):
 def test_a_workdir_of_another_config_is_refused(cache, tmp_path):
   """Fails if a run goes on under settings that it did not begin with."""
   c = config(cache, "sync")
-  roles.record_config(c, tmp_path)
-  c.steps = 9  # may change
-  roles.record_config(c, tmp_path)
+  roles.record_config(c, tmp_path, resumes=False)
+  c.steps, c.eval.every, c.queue.capacity = 9, 3, 100  # may change
+  roles.record_config(c, tmp_path, resumes=True)
   c.loss.estr.tau = 2.0
-  with pytest.raises(UserError, match="another config: loss was"):
-    roles.record_config(c, tmp_path)
+  with pytest.raises(UserError, match=r"another config: loss\.estr\.tau was"):
+    roles.record_config(c, tmp_path, resumes=True)
   assert json.loads((tmp_path / "config.json").read_text())["loss"]["estr"]["tau"] == 1.0
+  roles.record_config(c, tmp_path, resumes=False)  # a start that left no checkpoint binds nobody
+  c.optimizer.decay, c.steps = "linear", 10
+  roles.record_config(c, tmp_path, resumes=False)
+  c.steps = 20
+  with pytest.raises(UserError, match="steps was 10"):  # the learning rate would jump
+    roles.record_config(c, tmp_path, resumes=True)
+
+
+def test_a_simulated_run_is_not_resumed(cache, tmp_path):
+  """Fails if a resumed run has less staleness than was asked for, and says nothing."""
+  for steps in (1, 2):
+    c = config(cache, "simulated", steps=steps, staleness__inter=2)
+    if steps == 1:
+      train(c, tmp_path)
+    else:
+      with pytest.raises(UserError, match="past weights are not kept"):
+        train(c, tmp_path)
+
+
+def test_weights_that_are_not_finite_are_neither_published_nor_saved(cache, tmp_path):
+  """Fails if a diverged update overwrites the checkpoints."""
+  c = config(cache, "sync", steps=4, optimizer__name="sgd", optimizer__learning_rate=1e30, optimizer__clip_norm=1e30)
+  with pytest.raises(UserError, match="diverged"):
+    train(c, tmp_path)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(final_params(c, tmp_path)))
 
 
 @pytest.mark.parametrize("edge", ["direct", "proximal"])

@@ -51,7 +51,14 @@ def answers(group: int, version: int, policy_tokens: int = 2) -> list[Trajectory
 
 
 def make(clock: Clock | None = None, **changes) -> Broker:
-  settings = {"groups_per_batch": 2, "max_staleness": 1, "admission": "wait", "capacity": 100, "lease_timeout_s": 10.0}
+  settings = {
+    "last_version": 10**6,
+    "groups_per_batch": 2,
+    "max_staleness": 1,
+    "admission": "wait",
+    "capacity": 100,
+    "lease_timeout_s": 10.0,
+  }
   return Broker(prompts_at, **{**settings, **changes}, clock=clock or Clock())
 
 
@@ -333,6 +340,30 @@ def test_acknowledged_versions_are_kept_in_order():
   broker.join("a", 7)
   broker.hear("a", 3, 0.0)
   assert broker.stats()["acknowledged"] == {"a": [0, 2, 3, 3]}
+
+
+def test_leases_that_ran_out_are_taken_back_by_a_holder_that_returns():
+  """Fails if a sampler is given groups that it already works on, which it would then sample twice."""
+  clock = Clock()
+  broker = make(clock, max_staleness=9)
+  assert leased(broker, "a", 3) == [0, 1, 2]
+  clock.now += 11
+  assert leased(broker, "b", 1) == [0]  # ran out, and is somebody else's now
+  again = broker.lease("a", 1, 0, holding=[0, 1, 2]).groups
+  assert [group[0].group for group in again] == [3]
+  assert broker.put("a", answers(1, 0)) == "accepted"
+
+
+def test_no_group_is_leased_that_the_run_does_not_need():
+  """Fails if samplers work on after the last batch, or the last batch cannot fill."""
+  broker = make(last_version=2, max_staleness=9)
+  assert leased(broker) == [0, 1, 2, 3]
+  for group in range(4):
+    broker.put("a", answers(group, 0))
+  assert taken(broker, 0) == [0, 1]
+  assert leased(broker) == []
+  assert taken(broker, 1) == [2, 3]
+  assert leased(broker) == []
 
 
 def test_waits_add_up_over_the_processes_of_a_name():

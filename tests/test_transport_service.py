@@ -50,7 +50,14 @@ def answer(prompt: Prompt, version: int) -> list[Trajectory]:
 
 
 def make_broker(**changes) -> Broker:
-  settings = {"groups_per_batch": 2, "max_staleness": 1, "admission": "wait", "capacity": 8, "lease_timeout_s": 10.0}
+  settings = {
+    "last_version": 10**6,
+    "groups_per_batch": 2,
+    "max_staleness": 1,
+    "admission": "wait",
+    "capacity": 8,
+    "lease_timeout_s": 10.0,
+  }
   return Broker(prompts_at, **{**settings, **changes})
 
 
@@ -175,6 +182,8 @@ def test_beats_arrive_and_their_faults_surface(pair):
   client = pair.client()
   client.join()
   states = iter([("compiling", 0.0), ("decoding", 0.0)])
+  client.holds(4, 0.0)
+  client.lease(1, 0)
   client.holds(4, 1.5)
   client.start_beats(lambda: next(states, ("napping", 0.0)))
   deadline = time.monotonic() + 10

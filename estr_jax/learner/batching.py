@@ -142,6 +142,7 @@ def staleness(groups: Sequence[Sequence[Trajectory]], target_version: int) -> di
     "rollout/reward": _mean([trajectory.reward for trajectory in trajectories]),
     "rollout/length": _mean([trajectory.mask.sum() for trajectory in trajectories]),
     "rollout/turns": _mean([trajectory.turns for trajectory in trajectories]),
+    "rollout/seconds": _mean([trajectory.seconds for trajectory in trajectories]),
     "rollout/truncated": _mean([trajectory.finish == "length" for trajectory in trajectories]),
   }
   for name, versions in (("intra", intra), ("inter", inter), ("token", np.concatenate(token))):

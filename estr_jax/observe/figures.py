@@ -186,7 +186,7 @@ def pooled(rows: Sequence[Row], name: str) -> np.ndarray | None:
 
 
 def _positive(hyper: Mapping[str, Any], *names: str) -> bool:
-  return all(name in hyper and isinstance(hyper[name], (int, float)) and hyper[name] > 0 for name in names)
+  return all(name in hyper and isinstance(hyper[name], (int, float)) and 0 < hyper[name] < math.inf for name in names)
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:

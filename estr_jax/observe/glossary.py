@@ -27,6 +27,7 @@ GLOSSARY: dict[str, Metric] = {
   "rollout/reward": Metric("mean reward of the batch's trajectories", "reward", "rises, then levels off"),
   "rollout/length": Metric("policy tokens per trajectory, mean", "tokens", "steady; a jump often precedes a collapse"),
   "rollout/turns": Metric("times the policy was given the word, mean", "turns", "what the task needs"),
+  "rollout/seconds": Metric("from admission to a slot until the end of a trajectory, mean", _SECONDS, "steady"),
   "rollout/truncated": Metric("trajectories that ended for lack of room / trajectories", _FRACTION, "below 0.05"),
   "loss/objective": Metric(
     "sum of token losses / all policy tokens of the batch",
@@ -67,13 +68,15 @@ GLOSSARY: dict[str, Metric] = {
     "policy tokens by age; the last bin is 'or more'", "tokens", "last bin nearly empty"
   ),
   "queue/queued": Metric("groups that wait for the learner", "groups", "above 0 and below the bound"),
-  "queue/leased": Metric("prompts that samplers hold now", "prompts", "near the number of slots"),
-  "queue/dropped": Metric("trajectories refused as too stale, since the start", "trajectories", "0, or few"),
+  "queue/leased": Metric("groups that samplers hold now", "groups", "slots of all samplers / group size, or more"),
+  "queue/dropped": Metric("groups dropped as too stale, since this learner process began", "groups", "0, or few"),
   "queue/accepted_length": Metric(
-    "policy tokens of the trajectories that the queue took, mean", "tokens", "equals generated_length"
+    "policy tokens of the trajectories that the learner took since the last row, mean", "tokens", "as generated_length"
   ),
   "queue/generated_length": Metric(
-    "policy tokens of all finished trajectories, mean", "tokens", "equals accepted_length; above it, long ones are lost"
+    "policy tokens of the trajectories that arrived since the last row, mean",
+    "tokens",
+    "as accepted_length, a few rows ahead of it; above it for long, long rollouts are lost",
   ),
   "time/step_s": Metric("from one update's end to the next one's", _SECONDS, "steady"),
   "time/train_s": Metric("the update itself", _SECONDS, "most of step_s when the learner is the bottleneck"),

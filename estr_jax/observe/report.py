@@ -79,7 +79,7 @@ def _headline(rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[s
   ] + [
     (_number(stale["token"]), f"versions of staleness per token, at most {_number(stale['max_token'])}"),
     (_number(speed["trained"]), f"tokens/s trained ({_number(speed['sampled'])} sampled)"),
-    (_clock(summary["wall_s"]), f"wall time for {_number(summary['steps'])} steps"),
+    (_clock(summary["steps_s"]), f"in {_number(summary['steps'])} steps, evaluations included"),
   ]
   facts = {
     "Held-out prompts": _number(summary["prompts"]),
@@ -142,7 +142,7 @@ def _plots(rows: Sequence[Row], loss: Mapping[str, Any]) -> list[_Plot]:
     ),
     _Plot(
       "Rollout length",
-      "The curves coincide; accepted below generated means that long rollouts are lost, which biases training.",
+      "Accepted follows generated; staying below it means that long rollouts are lost, which biases training.",
       figures.lines(
         rows,
         "policy tokens per trajectory",

@@ -67,7 +67,6 @@ class View:
     title: str,
     total_steps: int,
     *,
-    first_step: int = 0,
     file: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -75,13 +74,12 @@ class View:
     Args:
       title: what runs, in a few words.
       total_steps: the step at which the run ends.
-      first_step: the step that a resumed run goes on from.
       file: where to write; standard output when None.
       clock: seconds, increasing.
     """
     from rich.console import Console
 
-    self._title, self._total, self._done = title, total_steps, first_step
+    self._title, self._total, self._done = title, total_steps, 0
     self._file = sys.stdout if file is None else file
     self._clock = clock
     self._lock = threading.RLock()
@@ -121,6 +119,11 @@ class View:
     if due and self._live is None:
       self._print(" ".join(filter(None, [name, _progress(done, total), detail])))
       self._phase_printed_at = self._clock()
+
+  def resume(self, step: int) -> None:
+    """The run goes on after `step`."""
+    self._done = step
+    self.message(f"resumed from the checkpoint of step {step}")
 
   def step(self, row: Row) -> None:
     """One more row of metrics; a row of an evaluation before training has step 0."""

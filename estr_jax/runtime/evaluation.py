@@ -42,5 +42,9 @@ class Evaluator:
 
   def __call__(self, weights: Weights, prompts: int) -> Mapping[str, float]:
     """{"eval/sampled_accuracy": mean reward, "eval/greedy_accuracy": ...}."""
-    rollouts = self.rollouts(weights, prompts)
-    return {f"eval/{kind}_accuracy": float(np.mean([t.reward for t in done])) for kind, done in rollouts.items()}
+    return accuracies(self.rollouts(weights, prompts))
+
+
+def accuracies(rollouts: Mapping[str, Sequence[Trajectory]]) -> dict[str, float]:
+  """{"eval/KIND_accuracy": mean reward} of each kind."""
+  return {f"eval/{kind}_accuracy": float(np.mean([t.reward for t in done])) for kind, done in rollouts.items()}

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import signal
@@ -9,14 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from estr_jax.errors import UserError
 from estr_jax.observe.writers import write_json
 
+LOCK = ".lock"  # in the workdir: held by the learner
 RENDEZVOUS = "learner.json"  # in the workdir: where the learner listens, written by the learner
 PARENT_PIPE = "ESTR_JAX_PARENT_PIPE"  # set for children, whose standard input then ends when the parent does
+LEARNER_PID = "ESTR_JAX_LEARNER_PID"  # set for samplers: whose rendezvous counts
 
 _LOOK_S = 0.2
 _RESTARTS = 3  # of a sampler; it holds nothing that the learner could not lease anew
@@ -29,22 +32,53 @@ def announce_learner(workdir: Path, address: str) -> None:
   write_json(workdir / RENDEZVOUS, {"address": address, "pid": os.getpid()})
 
 
-def find_learner(workdir: Path, address: str, deadline_s: float) -> str:
-  """The learner's address: `address` itself, or, where its port is 0, what the learner wrote into the workdir."""
+def find_learner(workdir: Path, address: str) -> str:
+  """The learner's address: `address` itself, or, where its port is 0, what the learner wrote into the workdir.
+
+  Only a launched sampler waits for that file, and its launcher ends it when the learner ends: a warm start may take as
+  long as it takes. What a learner of an earlier start wrote does not count.
+
+  Raises:
+    UserError: the port is 0 and nobody launched this process.
+  """
   if not address.endswith(":0"):
     return address
+  if LEARNER_PID not in os.environ:
+    raise UserError(f"transport.address={address} is not known before the learner runs; name a port for both sides")
   path = workdir / RENDEZVOUS
-  deadline = time.monotonic() + deadline_s
-  while not path.exists():
-    if time.monotonic() > deadline:
-      raise UserError(f"no learner wrote {path} within {deadline_s:.0f} s; start one with --role=learner")
+  while True:
+    if path.exists():
+      found = json.loads(path.read_text())
+      if found["pid"] == int(os.environ[LEARNER_PID]):
+        return found["address"]
     time.sleep(_LOOK_S)
-  return json.loads(path.read_text())["address"]
+
+
+@contextlib.contextmanager
+def only_learner(workdir: Path) -> Iterator[None]:
+  """Holds the workdir for this process. Raises UserError where another learner works in it."""
+  with open(workdir / LOCK, "a+") as lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      lock.seek(0)
+      raise UserError(
+        f"process {lock.read().strip()} is training in {workdir}; wait for it, stop it, or take another --workdir"
+      ) from error
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    yield
+
+
+def launched() -> bool:
+  """Whether `launch` started this process."""
+  return PARENT_PIPE in os.environ
 
 
 def die_with_parent() -> None:
   """Ends this process when the one that launched it is gone, however it went."""
-  if PARENT_PIPE not in os.environ:
+  if not launched():
     return
 
   def watch():
@@ -73,7 +107,6 @@ def launch(commands: Mapping[str, Sequence[str]], workdir: Path) -> int:
   Returns:
     The exit status.
   """
-  (workdir / RENDEZVOUS).unlink(missing_ok=True)
   environment = {**os.environ, PARENT_PIPE: "1"}
 
   def start(role: str) -> subprocess.Popen:
@@ -82,8 +115,9 @@ def launch(commands: Mapping[str, Sequence[str]], workdir: Path) -> int:
         commands[role], stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True
       )
 
-  children = {role: _Child(role, start(role)) for role in commands}
-  learner = children.pop("learner")
+  learner = _Child("learner", start("learner"))
+  environment[LEARNER_PID] = str(learner.process.pid)
+  children = {role: _Child(role, start(role)) for role in commands if role != "learner"}
   interrupted = threading.Event()
   for name in (signal.SIGINT, signal.SIGTERM):
     signal.signal(name, lambda *_: interrupted.set())

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from estr_jax.errors import UserError
 from estr_jax.learner import batching, step
 from estr_jax.learner.checkpoint import Checkpoints
 from estr_jax.objective.diagnostics import effective_sample_size
@@ -61,7 +62,7 @@ def learner_loop(
     schedule: when to evaluate and to save.
     evaluate: of held-out prompts.
     checkpoints: of state, prompt cursor and `host_record`.
-    host_record: JSON that a resumed run must find unchanged.
+    host_record: JSON that a resumed run checks.
     metrics_file: gets one row per update, and one of step 0 with the evaluation before training.
     view: shows the run.
 
@@ -91,7 +92,9 @@ def learner_loop(
     metrics = {**batching.staleness(groups, version), **jax.device_get(device_metrics)}
     trained = time.monotonic()
     version += 1
-    step.check_ratio(metrics)
+    _check_finite(metrics, version)
+    if any(np.any(t.logprob[t.mask] != 0) for group in groups for t in group):  # else everything was certain
+      step.check_ratio(metrics)
     compiled = step.compilations(learner.train_step)
     if compiled != 1:
       raise RuntimeError(f"the train step was compiled {compiled} times by step {version}: a shape changed")
@@ -101,8 +104,6 @@ def learner_loop(
     published = time.monotonic()
     metrics |= _derived(metrics) | rollouts.metrics()
     last = version == schedule.steps
-    if last:
-      rollouts.finish()
     if last or (schedule.eval_every and version % schedule.eval_every == 0):
       metrics |= evaluate(weights, schedule.eval_prompts if last else schedule.eval_every_prompts)
     now = time.monotonic()
@@ -123,7 +124,19 @@ def learner_loop(
     if last or version % schedule.checkpoint_every == 0:
       checkpoints.save(version, state, {**host_record, "cursor": rollouts.cursor()})
   checkpoints.wait()
+  rollouts.finish()  # not before all is saved: a run that is killed now still needs its samplers
   return state
+
+
+def _check_finite(metrics: Mapping[str, Mean | np.ndarray], version: int) -> None:
+  """Raises UserError before weights that are not finite are published or saved."""
+  for name in ("loss/objective", "optimizer/gradient_norm"):
+    value = float(metrics[name].value())
+    if not np.isfinite(value):
+      raise UserError(
+        f"{name} is {value} in the update to version {version}: training has diverged; lower optimizer.learning_rate "
+        "or loss.estr.tau, and run again to go on from the last checkpoint"
+      )
 
 
 def _derived(metrics: Mapping[str, Mean | np.ndarray]) -> dict[str, float]:
@@ -136,7 +149,7 @@ def _derived(metrics: Mapping[str, Mean | np.ndarray]) -> dict[str, float]:
   return derived
 
 
-def accuracies(rows: list[Row]) -> dict[str, dict[str, float]]:
+def before_and_after(rows: list[Row]) -> dict[str, dict[str, float]]:
   """{"sampled": {"before", "after"}, "greedy": ...} from the first and the last evaluation of a run."""
   return {
     kind: {"before": values[0], "after": values[-1]}

@@ -116,7 +116,7 @@ class RemoteRollouts:
     self._deadline_s, self._on_wait = deadline_s, on_wait
     self._cast = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(weights_dtype), params))
     self._sampled = Rate()
-    self._waited_s = 0.0
+    self._last = {"sampler_waited_s": 0.0, "accepted_length": Mean(0, 0), "generated_length": Mean(0, 0)}
 
   def take(self, version: int) -> Groups:
     deadline = time.monotonic() + self._deadline_s
@@ -141,14 +141,18 @@ class RemoteRollouts:
 
   def metrics(self) -> dict[str, Mean | float]:
     stats = self._broker.stats()
-    waited_s, self._waited_s = stats["sampler_waited_s"] - self._waited_s, stats["sampler_waited_s"]
+    last, self._last = self._last, {name: stats[name] for name in self._last}
+    accepted, generated = (
+      Mean(stats[name].total - last[name].total, stats[name].count - last[name].count)
+      for name in ("accepted_length", "generated_length")
+    )
     return {
       "queue/queued": stats["queued"],
       "queue/leased": stats["leased"],
       "queue/dropped": stats["dropped"],
-      "queue/accepted_length": stats["accepted_length"],
-      "queue/generated_length": stats["generated_length"],
-      "time/sampler_wait_s": waited_s,
+      "queue/accepted_length": accepted,
+      "queue/generated_length": generated,
+      "time/sampler_wait_s": stats["sampler_waited_s"] - last["sampler_waited_s"],
       "throughput/sampled_tokens_per_s": self._sampled.since_last(stats["generated_length"].total),
     }
 

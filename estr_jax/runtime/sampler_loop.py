@@ -17,6 +17,7 @@ from estr_jax.transport.client import Client
 _FETCH_WAIT_S = 10.0  # of one call for newer weights
 _IDLE_WAIT_S = 1.0  # of one call for prompts while nothing else is to be done
 _PAUSE_S = 0.002  # before looking again for weights that are on their way
+_GOODBYE_S = 5.0  # for the weights' thread to end
 
 _WAITS = ("fetching", "waiting")  # states in which the sampler waits for the learner
 
@@ -30,12 +31,19 @@ class Status:
     self.waited_s = 0.0  # for prompts and weights, since the start
 
   def set(self, state: str) -> None:
-    """Progress: even in the same state it starts the clock of that state anew."""
+    """Progress: it starts the clock of the state anew, unless the sampler goes on waiting as before."""
     with self._lock:
+      if state == self._state and state in _WAITS:
+        return
       now = time.monotonic()
       if self._state in _WAITS:
         self.waited_s += now - self._since
       self._state, self._since = state, now
+
+  def waiting_s(self) -> float:
+    """Seconds since the present wait began; 0 outside waits."""
+    state, seconds = self.report()
+    return seconds if state in _WAITS else 0.0
 
   def report(self) -> tuple[str, float]:
     with self._lock:
@@ -60,7 +68,12 @@ class Fetcher:
     return self._newest
 
   def stop(self) -> None:
+    """The thread ends with its present call, which closing the client ends too."""
     self._stopped.set()
+
+  def join(self, seconds: float) -> None:
+    """Waits for the thread: an interpreter must not end while it moves arrays."""
+    self._thread.join(seconds)
 
   def _run(self) -> None:
     have = NO_VERSION
@@ -98,47 +111,52 @@ def sampler_loop(
 
   Args:
     engine: empty.
-    client: not joined yet.
+    client: not joined yet; closed at the end.
     place: numpy parameters -> device parameters.
     group_size: prompts of a group, by which the wish for prompts is counted.
-    deadline_s: the longest wait for the first weights after joining.
+    deadline_s: the longest wait for weights that the learner must have.
 
   Raises:
     UserError: the learner does not answer, or refuses this sampler.
   """
   status = Status()
-  joined = False
-  while True:
-    client.join()
-    if not joined:
-      client.start_beats(status.report)
-      joined = True
-    fetcher = Fetcher(client, place)
-    try:
-      _sample(engine, client, fetcher, status, group_size, deadline_s)
-      return
-    except StaleIncarnation:
-      engine.drop_all()
-      status.set("joining")
-    finally:
-      fetcher.stop()
+  fetcher = None
+  try:
+    while True:
+      client.join()
+      if fetcher is None:
+        client.start_beats(status.report)
+      fetcher = Fetcher(client, place)
+      try:
+        _sample(engine, client, fetcher, status, group_size, deadline_s)
+        return
+      except StaleIncarnation:
+        engine.drop_all()
+        status.set("joining")
+      finally:
+        fetcher.stop()
+  finally:
+    client.close()
+    if fetcher is not None:
+      fetcher.join(_GOODBYE_S)
 
 
 def _sample(
   engine: Engine, client: Client, fetcher: Fetcher, status: Status, group_size: int, deadline_s: float
 ) -> None:
-  engine.set_weights(_first_weights(fetcher, status, deadline_s))
-  status.set("compiling")
+  engine.set_weights(_wait_for_weights(0, fetcher, status, deadline_s))
   work = _Work.nothing()
   while True:
     engine.set_weights(fetcher.newest())
     client.holds(engine.version, status.waited_s)
+    idle = engine.free == engine.slots
+    if idle and engine.version < work.needs:
+      engine.set_weights(_wait_for_weights(work.needs, fetcher, status, deadline_s))
     room = engine.free - len(work.waiting)
-    idle = engine.free == engine.slots and not work.waiting
-    if room > 0:
-      if idle:
+    if room > 0 and engine.version >= work.needs:
+      if idle and not work.waiting:
         status.set("waiting")
-      lease = client.lease(-(-room // group_size), _IDLE_WAIT_S if idle else 0.0)
+      lease = client.lease(-(-room // group_size), _IDLE_WAIT_S if idle and not work.waiting else 0.0)
       if lease.finished:
         return
       for prompts in lease.groups:
@@ -148,8 +166,6 @@ def _sample(
     if engine.version >= work.needs:
       engine.admit([work.waiting.popleft() for _ in range(min(engine.free, len(work.waiting)))])
     if not engine.can_move():
-      status.set("fetching" if work.waiting else "waiting")
-      time.sleep(_PAUSE_S)
       continue
     status.set("decoding" if engine.sampled_tokens else "compiling")
     for trajectory in engine.advance():
@@ -160,12 +176,15 @@ def _sample(
         del work.sizes[group]
 
 
-def _first_weights(fetcher: Fetcher, status: Status, deadline_s: float) -> Weights:
+def _wait_for_weights(version: int, fetcher: Fetcher, status: Status, deadline_s: float) -> Weights:
+  """Weights of `version` or newer; the learner has them or is about to."""
   status.set("fetching")
-  deadline = time.monotonic() + deadline_s
-  while (weights := fetcher.newest()) is None:
-    if time.monotonic() > deadline:
-      raise UserError(f"no weights from the learner within queue.deadline_s = {deadline_s:.0f} s; look at its output")
+  while (weights := fetcher.newest()) is None or weights.version < version:
+    if status.waiting_s() > deadline_s:
+      raise UserError(
+        f"no weights of version {version} from the learner within queue.deadline_s = {deadline_s:.0f} s; "
+        "look at its output"
+      )
     time.sleep(_PAUSE_S)
   return weights
 

@@ -45,10 +45,14 @@ class Broker:
     max_staleness: int,
     admission: Literal["wait", "drop"],
     capacity: int,
+    last_version: int,
     lease_timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """`prompts_at` is called under the broker's lock, so it need not be thread-safe; `capacity` bounds live groups."""
+    """`prompts_at` is called under the broker's lock, so it need not be thread-safe; `capacity` bounds live groups.
+
+    No group is leased that the updates up to `last_version` do not need, so samplers are idle at the end.
+    """
     if admission not in ("wait", "drop"):
       raise ValueError(f"admission is {admission!r}, not 'wait' or 'drop'")
     if groups_per_batch < 1 or max_staleness < 0:
@@ -61,6 +65,7 @@ class Broker:
     self._max_staleness = max_staleness
     self._admission = admission
     self._capacity = capacity
+    self._last_version = last_version
     self._clock = clock
     self._changed = threading.Condition()
     self._roster = Roster(lease_timeout_s, clock)
@@ -83,8 +88,9 @@ class Broker:
   def lease(self, sampler: str, max_groups: int, wait_s: float, *, holding: Collection[int] | None = None) -> Lease:
     """Up to `max_groups` groups in stream order, given-back ones first; none if nothing is free within `wait_s`.
 
-    `holding`, where given, names the groups that the sampler knows to hold: its other leases were lost with an
-    answer that never reached it, and are given back.
+    `holding`, where given, names the groups that the sampler knows to hold. Its other leases were lost with an answer
+    that never reached it, and are given back; of its own that ran out meanwhile it takes back those that nobody else
+    has got, rather than be given them a second time.
     """
     if max_groups < 1:
       raise ValueError(f"max_groups is {max_groups}, has to be >= 1")
@@ -92,6 +98,7 @@ class Broker:
     with self._changed:
       if holding is not None:
         self._give_back(lambda group, holder: holder == sampler and group not in holding)
+        self._ledger.hold_again(sampler, holding)
       while True:
         self._roster.progress(sampler)
         if self._finished:
@@ -250,7 +257,8 @@ class Broker:
       groups_per_batch=self._groups_per_batch,
       max_staleness=self._max_staleness,
     )
-    return paced and live < self._capacity
+    needed = (self._last_version - self._version - self._batch_taken) * self._groups_per_batch
+    return paced and live < min(self._capacity, needed)
 
   def _judge(self, live: Live, trajectories: Sequence[Trajectory]) -> str:
     if rules.newest_version(trajectories) > self._version:

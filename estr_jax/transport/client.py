@@ -87,6 +87,7 @@ class Client:
       reply = self._call(lambda: self._unary(self._rollouts.Join, request, _CALL_S), "leave to join")
       with self._holding_lock:
         self._holding.clear()
+      self._version = NO_VERSION  # weights of a former life of the learner count for nothing
       self._incarnation = reply.incarnation
       self._beat_every_s = reply.lease_timeout_s / _BEATS_PER_TIMEOUT
 

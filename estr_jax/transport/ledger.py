@@ -5,7 +5,7 @@ trajectories are here), or done (taken, or dropped over age). Leased, returned a
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from estr_jax.structs import Prompt, Trajectory
 
@@ -56,6 +56,12 @@ class Ledger:
     for live in chosen:
       live.holder = None
     return len(chosen)
+
+  def hold_again(self, sampler: str, groups: Collection[int]) -> None:
+    """Those of `groups` that were returned meanwhile are leased to `sampler` as before."""
+    for group in groups:
+      if group in self.live and self.live[group].returned:
+        self.live[group].holder = sampler
 
   def queue(self, group: int, trajectories: list[Trajectory]) -> None:
     self.live[group].holder, self.live[group].trajectories = None, trajectories

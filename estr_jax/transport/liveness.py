@@ -6,14 +6,12 @@ from collections.abc import Callable
 from estr_jax.structs import NO_VERSION
 
 # Seconds that a sampler may stay in one state without a sign of progress before its leases are given back.
-# A worker that compiles or evaluates is slow, not dead; one that decodes reports at every chunk.
+# A worker that compiles is slow, not dead; one that decodes reports at every chunk.
 STATE_DEADLINE_S = {
   "joining": 900.0,
   "compiling": 900.0,
-  "evaluating": 900.0,
   "fetching": 600.0,
   "waiting": 600.0,
-  "rewarding": 300.0,
   "decoding": 120.0,
 }
 
