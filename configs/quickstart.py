@@ -5,6 +5,9 @@
 A supervised warm start leaves a policy that answers from memory more often than it calls the calculator, and is then
 wrong. ESTR, with a learner and a sampler process joined by gRPC, teaches it that the tool pays. `:smoke` is the same
 program cut down to a few seconds, for tests.
+
+Expect, with seed 0: held-out accuracy from 0.26 to 0.96 sampled and from 0.01 to 0.998 greedy, in about two minutes and
+a half on two CPU cores after the installation. One seed; other machines round differently.
 """
 
 from configs import default

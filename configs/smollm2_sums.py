@@ -6,7 +6,11 @@ or, with the folder that `make smollm2` fetched,
 
     python -m experiments.train --config=configs/smollm2_sums.py --workdir=DIR --config.model.folder=FOLDER
 
-The same program as the quickstart, on a real model: two processes, gRPC, ESTR on the direct edge, no warm start.
+The same program as the quickstart, on a real model: two processes, gRPC, ESTR on the direct edge, no warm start. The
+model knows the sums; what it learns is to answer with the number and to stop. `:smoke` is cut down for tests.
+
+Expect, with seed 0: held-out accuracy on 512 prompts from 0.23 to 0.86 sampled and from 0.37 to 0.92 greedy, in 13
+minutes on two CPU cores. One seed; other machines, and other timings of the two processes, give other digits.
 """
 
 from configs import default

@@ -25,7 +25,7 @@ from estr_jax.sampler.engine import Engine, Sampling
 from estr_jax.structs import Params, TrainState
 from estr_jax.tasks import TASKS
 from estr_jax.tasks.prompts import PromptStream
-from estr_jax.tasks.task import TRAIN, Task
+from estr_jax.tasks.task import Task
 from estr_jax.transport.security import Tls
 
 # Independent random streams of one seed.
@@ -84,7 +84,6 @@ def stream_of(config: ConfigDict, tokenizer: Tokenizer) -> PromptStream:
     task_of(config),
     tokenizer,
     data_dir=cache_dir(config) / "prompts",
-    split=TRAIN,
     seed=config.seed,
     group_size=config.batch.group_size,
     max_prompt_tokens=config.sampling.context - 1,

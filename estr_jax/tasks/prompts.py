@@ -33,7 +33,6 @@ class PromptStream:
     tokenizer: "Tokenizer",
     *,
     data_dir: str | os.PathLike,
-    split: str,
     seed: int,
     group_size: int,
     max_prompt_tokens: int,
@@ -52,14 +51,13 @@ class PromptStream:
       self._tokens(max((example["question"] for example in of_split), key=len))
     sources = _prepare(task.name, examples, pathlib.Path(data_dir))
     shuffled = {name: grain.MapDataset.source(source).seed(seed).shuffle() for name, source in sources.items()}
-    self._stream = shuffled[split].repeat()
     self._train = shuffled[TRAIN].repeat()
     self._heldout = shuffled[HELDOUT]
 
   def at(self, group: int) -> list[Prompt]:
     """The `group_size` prompts of a group: one example, ids from group * group_size on."""
     first = group * self._group_size
-    example = _text(self._stream[group])
+    example = _text(self._train[group])
     return self._prompts(example, range(first, first + self._group_size), group)
 
   def heldout(self, n: int) -> list[Prompt]:
