@@ -156,3 +156,15 @@ def test_every_quantity_shown_is_in_the_glossary():
 def test_sparkline(values, width, expected):
   """Fails if the oldest values are kept, a null is drawn as a number, or a flat line divides by zero."""
   assert terminal._sparkline(values, width) == expected
+
+
+def test_drawing_imports_nothing(live, monkeypatch):
+  """Fails if the drawing thread imports: it met a library that swaps the import system, and the run died."""
+  view, _ = live
+  with view:  # the first drawing, before any thread
+    view.step(_row(1))
+  asked = []
+  monkeypatch.setattr("builtins.__import__", lambda name, *rest: asked.append(name))
+  view._panel()
+  monkeypatch.undo()
+  assert asked == []

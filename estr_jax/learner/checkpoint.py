@@ -36,7 +36,6 @@ class Checkpoints:
 
   def __init__(self, folder: str | os.PathLike):
     self.folder = Path(folder).absolute()
-    logging.set_verbosity(logging.FATAL)  # Orbax also logs, with a traceback a thread, what it raises
     with _storage_faults(self.folder):
       self._manager = ocp.CheckpointManager(
         self.folder,
@@ -181,6 +180,7 @@ def _check_tree(stored: Any, wanted: Any, folder: Path) -> None:
 @contextlib.contextmanager
 def _storage_faults(folder: Path) -> Iterator[None]:
   """Turns a full or unwritable disk, however deep in the chain of causes, into one line."""
+  logging.set_verbosity(logging.FATAL)  # Orbax also logs, with a traceback a thread, what it raises
   try:
     yield
   except UserError:

@@ -8,6 +8,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
+# At the top, although they are slow: the panel is drawn by a thread, and a library that swaps the import system for its
+# own lazy one while it is imported itself (as tensorflow-datasets does) must not meet an import there.
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
 from estr_jax.observe.writers import Row
 
 _PLAIN_INTERVAL_S = 5.0  # plain step lines are at least so far apart
@@ -77,8 +86,6 @@ class View:
       file: where to write; standard output when None.
       clock: seconds, increasing.
     """
-    from rich.console import Console
-
     self._title, self._total, self._done = title, total_steps, 0
     self._file = sys.stdout if file is None else file
     self._clock = clock
@@ -96,8 +103,6 @@ class View:
   def __enter__(self) -> "View":
     self._started = self._clock()
     if self._console.is_terminal and not self._console.is_dumb_terminal:
-      from rich.live import Live
-
       self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=_REFRESH_HZ)
       self._live.start(refresh=True)
     else:
@@ -167,9 +172,6 @@ class View:
     return [row[name] for row in self._rows if name in row]
 
   def _panel(self) -> Any:
-    from rich.console import Group
-    from rich.panel import Panel
-
     with self._lock:
       # Two columns of border and two of padding on either side... the rest is ours.
       width = max(40, self._console.width - 4)
@@ -183,8 +185,6 @@ class View:
     return Panel(Group(*parts), title=f"[bold]{_escape(self._title)}[/]", title_align="left", border_style="dim")
 
   def _headline(self, width: int) -> Any:
-    from rich.text import Text
-
     fraction = min(1.0, self._done / self._total) if self._total else 1.0
     eta = self._eta()
     left = f"step {self._done}/{self._total} "
@@ -194,8 +194,6 @@ class View:
     return Text.assemble((left, "bold"), ("━" * full, "green"), ("─" * (bar - full), "dim"), right)
 
   def _activity(self, width: int) -> Any:
-    from rich.text import Text
-
     if self._phase is None:
       return Text("training" if self._done < self._total else "done", style="dim")
     phase = self._phase
@@ -208,14 +206,10 @@ class View:
     return Text(_cut(" ".join(filter(None, words)), width), style="yellow")
 
   def _reward(self, width: int) -> Any:
-    from rich.text import Text
-
     spark = _sparkline(self._series("rollout/reward"), width - len("reward "))
     return Text.assemble("\nreward ", (spark or "no step yet", "cyan" if spark else "dim"), "\n")
 
   def _table(self, width: int) -> Any:
-    from rich.table import Table
-
     table = Table.grid(padding=(0, 1), expand=True)
     half = (width - 3) // 2
     spark = max(0, half - 13 - 9 - 2)
@@ -233,8 +227,6 @@ class View:
     return table
 
   def _tail(self, width: int) -> list[Any]:
-    from rich.text import Text
-
     lines = [Text("")] if self._samplers or self._messages else []
     names = sorted(self._samplers)
     shown = names if len(names) <= 3 else names[:2]
@@ -287,6 +279,4 @@ def _cut(text: str, width: int) -> str:
 
 
 def _escape(text: str) -> str:
-  from rich.markup import escape
-
   return escape(text)
