@@ -85,6 +85,8 @@ def learner_loop(
     began = time.monotonic()
     groups = rollouts.take(version)
     taken = time.monotonic()
+    if step.compilations(learner.train_step) == 0:
+      view.phase("compiling the train step")
     batch = learner.place(learner.assemble(groups))
     if learner.score_step is not None:
       batch = dataclasses.replace(batch, proximal=learner.score_step(state.params, batch))
