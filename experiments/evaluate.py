@@ -17,6 +17,7 @@ from estr_jax.model import decoder
 from estr_jax.runtime.evaluation import accuracies
 from estr_jax.structs import Weights
 from experiments import assembly, settings
+from experiments.workdir import read_config
 
 
 def program() -> int:
@@ -45,14 +46,11 @@ def program() -> int:
 
 def load_config(workdir: Path):
   """The config that a run was started with."""
-  path = workdir / "config.json"
-  if not path.is_file():
-    raise UserError(f"there is no {path}; name the --workdir of a run")
   config = default.get_config()
   try:
-    config.update(json.loads(path.read_text()))
-  except (KeyError, TypeError, ValueError) as error:
-    raise UserError(f"{path} is not a config of this version: {error}; use the version that wrote it") from error
+    config.update(read_config(workdir))
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise UserError(f"the config of {workdir} is of another version ({error}); use the one that wrote it") from error
   return config
 
 

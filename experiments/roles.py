@@ -1,10 +1,8 @@
 """What a process of a run does: the learner's side, or the sampler's."""
 
 import contextlib
-import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ from estr_jax.model.decoder import DecoderConfig
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.observe.report import write_report
 from estr_jax.observe.terminal import View
-from estr_jax.observe.writers import MetricsFile, read, write_json, write_text
+from estr_jax.observe.writers import MetricsFile, read, write_json
 from estr_jax.runtime import launch
 from estr_jax.runtime.learner_loop import before_and_after, learner_loop
 from estr_jax.runtime.rollouts import LocalRollouts, RemoteRollouts, Rollouts
@@ -30,21 +28,8 @@ from estr_jax.transport.broker import Broker
 from estr_jax.transport.client import Client
 from estr_jax.transport.service import serve
 from estr_jax.transport.weights import WeightStore
-from experiments import assembly, settings
-
-# May differ between a run and its resumption; everything else would make it another run. "a." is all of a group.
-# So may "steps", where the learning rate does not depend on them.
-MAY_CHANGE = (
-  "cache_dir",
-  "checkpoint.",
-  "eval.every",
-  "eval.slots",
-  "queue.",
-  "transport.address",
-  "transport.tls_certificate",
-  "transport.tls_key",
-  "transport.token_file",
-)
+from experiments import assembly
+from experiments.workdir import check_same, record_config
 
 _FAREWELL_S = 10.0  # for the samplers to hear that the run is over
 
@@ -75,8 +60,8 @@ def sampler(config: ConfigDict, workdir: Path, name: str) -> int:
 def learner(config: ConfigDict, workdir: Path, name: str) -> int:
   """Trains to the end, and writes the summary and the report; returns the exit status."""
   launch.die_with_parent()
-  # Unwinds like an error: the terminal is given back, and a checkpoint that is being written is finished.
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+  # Unwinds like Ctrl-C: the terminal is given back, and a checkpoint that is being written is finished.
+  signal.signal(signal.SIGTERM, signal.default_int_handler)
   title = f"{config.task.name} · {config.loss.name} on the {config.loss.edge} edge · {config.mode}"
   with launch.only_learner(workdir), View(title, config.steps) as view:
     view.phase("starting")
@@ -88,22 +73,6 @@ def learner(config: ConfigDict, workdir: Path, name: str) -> int:
   print(f"held-out accuracy on {summary['prompts']} prompts: {', '.join(changes)}")
   print(f"report: {report}")
   return 0
-
-
-def record_config(config: ConfigDict, workdir: Path, *, resumes: bool) -> None:
-  """Writes config.json; where the run `resumes`, only after it has shown to be the config that the run began with."""
-  path, now = workdir / "config.json", config.to_dict()
-  if resumes:
-    before, after = (dict(settings.flat(tree)) for tree in (json.loads(path.read_text()), now))
-    for name in sorted(before.keys() | after.keys()):
-      free = name.startswith(MAY_CHANGE) or (name == "steps" and config.optimizer.decay == "constant")
-      if not free and (name not in before or name not in after or before[name] != after[name]):
-        there, here = (tree.get(name, "absent") for tree in (before, after))
-        raise UserError(
-          f"{workdir} holds a run with another config: {name} was {there} and is {here}; "
-          "take the old value to go on, or another --workdir to start anew"
-        )
-  write_text(path, json.dumps(now, indent=2) + "\n")  # tau may be infinite, for which only Python's JSON has a word
 
 
 def train(config: ConfigDict, workdir: Path, view: View) -> dict:
@@ -123,12 +92,18 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
   evaluate = assembly.evaluator_of(config, model, tokenizer, stream)
   with contextlib.closing(Checkpoints(workdir / "checkpoints")) as checkpoints:
     latest = checkpoints.latest()
-    if latest and config.mode == "simulated" and (config.staleness.intra or config.staleness.inter):
+    if (
+      latest not in (None, 0, config.steps)
+      and config.mode == "simulated"
+      and (config.staleness.intra or config.staleness.inter)
+    ):
       raise UserError(
         f"{workdir} holds step {latest} of a simulated run, whose past weights are not kept: going on would not have "
         "the staleness that was asked for; take another --workdir to start anew"
       )
-    record_config(config, workdir, resumes=latest is not None)
+    if latest is not None:
+      check_same(config, workdir)
+    record_config(config, workdir)
     metrics_path = workdir / "metrics.jsonl"
     if latest is None:
       cursor = None

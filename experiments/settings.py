@@ -1,6 +1,7 @@
 """From the command line to a checked configuration."""
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,9 @@ from estr_jax.model.decoder import REMAT
 from estr_jax.objective.advantages import SCALES
 from estr_jax.objective.losses import LOSSES
 from estr_jax.objective.triangle import EDGES
+from estr_jax.runtime.launch import launched
 from estr_jax.tasks import TASKS
+from estr_jax.transport.security import is_loopback
 
 MODES = ("async", "sync", "simulated")
 
@@ -32,7 +35,9 @@ def parse(argv: Sequence[str], define: Callable[[], None]) -> None:
     raise UserError(str(error).strip().splitlines()[-1]) from error
   except (OSError, ImportError) as error:
     raise UserError(f"the config file cannot be read: {_one_line(error)}") from error
-  except (AttributeError, KeyError, TypeError, ValueError) as error:
+  except (AttributeError, KeyError) as error:
+    raise UserError(f"unknown config key: {_one_line(error)}; every key stands in configs/default.py") from error
+  except (TypeError, ValueError) as error:
     raise UserError(f"the configuration is wrong: {_one_line(error)}") from error
   if len(rest) > 1:
     raise UserError(f"unknown argument {rest[1]!r}; flags look like --workdir=DIR and --config.steps=10")
@@ -46,8 +51,12 @@ def main(program: Callable[[], int]) -> None:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
   except KeyboardInterrupt:
-    print("interrupted; run the same command again to go on from the last checkpoint", file=sys.stderr)
-    sys.exit(130)
+    if not launched():  # else the launcher says it
+      print("interrupted; run the same command again to go on from the last checkpoint", file=sys.stderr)
+    # Everything has been unwound, but threads of XLA or Orbax may be at work, with which an interpreter cannot end.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130)
 
 
 def define_config() -> None:
@@ -131,15 +140,23 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     "steps batch.groups batch.group_size batch.microbatches sampling.slots sampling.context sampling.chunk "
     "sampling.temperature staleness.segment_tokens queue.lease_timeout_s queue.deadline_s learner.score_chunk "
     "checkpoint.every eval.prompts eval.every_prompts eval.slots optimizer.learning_rate optimizer.clip_norm "
-    "mesh.data mesh.fsdp mesh.tensor model.kv_heads warm_start.batch warm_start.demonstrations "
+    "mesh.data mesh.fsdp mesh.tensor model.width model.layers model.heads model.kv_heads model.head_dim model.mlp_width "
+    "model.rope_theta model.norm_eps advantage.eps optimizer.eps warm_start.batch warm_start.demonstrations "
     "warm_start.learning_rate loss.clip_low loss.clip_high loss.estr.tau loss.estr.eps loss.icepop.low "
     "loss.icepop.high loss.kpop.phi"
   )
   values = dict(flat(c.to_dict()))
   for key in positive.split():
     yield values[key] > 0, f"{key}={values[key]} must be above 0"
-  for key in ("staleness.intra", "staleness.inter", "staleness.max", "warm_start.steps", "eval.every"):
+  not_negative = (
+    "staleness.intra staleness.inter staleness.max warm_start.steps eval.every optimizer.warmup_steps "
+    "optimizer.weight_decay"
+  )
+  for key in not_negative.split():
     yield values[key] >= 0, f"{key}={values[key]} must not be negative"
+  for key in ("optimizer.b1", "optimizer.b2"):
+    yield 0 <= values[key] < 1, f"{key}={values[key]} must be in 0 .. 1, 1 excluded"
+  is_loopback(c.transport.address)  # raises for what is no host:port
   yield 0 <= c.seed < 2**32, f"seed={c.seed} must be in 0 .. 2^32 - 1"
   low, high = c.loss.icepop.low, c.loss.icepop.high
   yield low < high, f"loss.icepop.low={low} is not below loss.icepop.high={high}, so no token could be kept"

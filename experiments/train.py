@@ -8,17 +8,15 @@ again goes on from the last checkpoint. DIR gets metrics.jsonl, summary.json, co
 the sampler's log.
 """
 
-import json
 import os
 import socket
 import sys
-from pathlib import Path
 
 from absl import flags
 
 from estr_jax.errors import UserError
 from estr_jax.runtime.launch import launch, launched
-from experiments import settings
+from experiments import settings, workdir
 
 FLAGS = flags.FLAGS
 
@@ -38,42 +36,22 @@ def program() -> int:
     raise UserError("name a config and a folder: --config=configs/quickstart.py --workdir=DIR")
   config = FLAGS.config
   settings.check(config)
-  workdir = make_workdir(FLAGS.workdir)
+  folder = workdir.make(FLAGS.workdir)
   if config.mode != "async" and FLAGS.role != "all":
     raise UserError(f"--role={FLAGS.role} has no meaning in mode={config.mode}, which is one process; leave it out")
-  if finished(workdir, config.steps):
-    print(f"{workdir} holds a run that has done its {config.steps} steps; raise --config.steps to go on")
+  if workdir.finished(config, folder):
+    print(f"{folder} holds this run, and it has done its {config.steps} steps: see {folder / 'report.html'}")
     return 0
   if FLAGS.role == "learner" and config.transport.address.endswith(":0") and not launched():
     raise UserError("samplers that are started by hand must know where to go: name a port in transport.address")
   if config.mode == "async" and FLAGS.role == "all":
-    return launch(commands(sys.argv[1:]), workdir)
+    return launch(commands(sys.argv[1:]), folder)
 
   from experiments import roles  # imports JAX, which the launcher need not wait for
 
   if FLAGS.role == "sampler":
-    return roles.sampler(config, workdir, FLAGS.sampler_name or f"{socket.gethostname()}-{os.getpid()}")
-  return roles.learner(config, workdir, settings.config_name())
-
-
-def make_workdir(path: str) -> Path:
-  workdir = Path(path).expanduser().absolute()
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-    probe = workdir / ".writable"
-    probe.touch()
-    probe.unlink()
-  except OSError as error:
-    raise UserError(f"--workdir={path} cannot be written: {error.strerror}; choose another folder") from error
-  return workdir
-
-
-def finished(workdir: Path, steps: int) -> bool:
-  """Whether the run of this folder has done so many steps and written all its files."""
-  summary, report = workdir / "summary.json", workdir / "report.html"
-  if not (summary.is_file() and report.is_file()):
-    return False
-  return json.loads(summary.read_text())["steps"] >= steps and report.stat().st_mtime >= summary.stat().st_mtime
+    return roles.sampler(config, folder, FLAGS.sampler_name or f"{socket.gethostname()}-{os.getpid()}")
+  return roles.learner(config, folder, settings.config_name())
 
 
 def commands(arguments: list[str]) -> dict[str, list[str]]:

@@ -40,6 +40,7 @@ def assert_one_line(done: subprocess.CompletedProcess, *words: str) -> None:
   ("arguments", "words"),
   [
     (["--config=configs/quickstart.py", "--config.loss.taau=2"], ["taau"]),
+    (["--config=configs/quickstart.py", "--config.nonsense=1"], ["unknown config key", "nonsense"]),
     (["--config=configs/quickstart.py", "--config.steps=soon"], ["steps"]),
     (["--config=configs/nowhere.py"], ["configs/nowhere.py"]),
     (["--config=configs/quickstart.py:fast"], ["fast", ":smoke"]),
@@ -76,6 +77,10 @@ def test_the_command_line(tmp_path, arguments, words):
     ({"optimizer.name": "sgd", "optimizer.b2": 0.9}, "no effect under sgd"),
     ({"model.folder": ".", "model.width": 128}, "no effect where model.folder"),
     ({"mesh.data": 0}, "mesh.data"),
+    ({"model.heads": 0}, "model.heads"),
+    ({"optimizer.b1": 1.0}, "optimizer.b1"),
+    ({"optimizer.warmup_steps": -3}, "warmup_steps"),
+    ({"transport.address": "127.0.0.1:99999"}, "host:port"),
     ({"loss.icepop.low": 6.0}, "no token could be kept"),
     ({"model.kv_heads": 3}, "no multiple"),
   ],

@@ -140,3 +140,18 @@ def test_a_sampler_of_another_model_is_refused_in_one_line(tmp_path):
   finally:
     learner.kill()
     learner.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "simulated", "async"])
+def test_ctrl_c_ends_soon_with_one_line_and_the_run_goes_on_later(tmp_path, mode):
+  """Fails if an interrupt ends in a traceback, a crash of the interpreter, or a hang."""
+  arguments = (f"--config.mode={mode}", "--config.steps=5000", "--config.checkpoint.every=1", "--config.eval.every=0")
+  process = start(tmp_path / "run", tmp_path / "cache", *arguments)
+  wait_for_step(tmp_path / "run", process, 3)
+  process.send_signal(signal.SIGINT)
+  output = finish(process, 45)
+  assert process.returncode == 130, output
+  assert output.count("interrupted; run the same command again") == 1
+  assert "Traceback" not in output and "Fatal" not in output
+  assert pids(tmp_path / "run") == {}

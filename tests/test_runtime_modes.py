@@ -1,7 +1,7 @@
 """The modes are one code path, and staleness is what was asked for."""
 
 import dataclasses
-import json
+import os
 
 import jax
 import numpy as np
@@ -10,9 +10,10 @@ from runtime_cases import assert_trees_equal, config, final_params, train
 
 from estr_jax.errors import UserError
 from estr_jax.lab.staleness import OnPolicy, Simulated, segment_versions
+from estr_jax.runtime.launch import only_learner
 from estr_jax.structs import Weights
 from estr_jax.tasks import TASKS
-from experiments import roles
+from experiments import workdir
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +115,54 @@ def test_a_stopped_sync_run_goes_on_to_the_same_end(cache, tmp_path):
 def test_a_workdir_of_another_config_is_refused(cache, tmp_path):
   """Fails if a run goes on under settings that it did not begin with."""
   c = config(cache, "sync")
-  roles.record_config(c, tmp_path, resumes=False)
+  workdir.record_config(c, tmp_path)
   c.steps, c.eval.every, c.queue.capacity = 9, 3, 100  # may change
-  roles.record_config(c, tmp_path, resumes=True)
+  workdir.check_same(c, tmp_path)
   c.loss.estr.tau = 2.0
-  with pytest.raises(UserError, match=r"another config: loss\.estr\.tau was"):
-    roles.record_config(c, tmp_path, resumes=True)
-  assert json.loads((tmp_path / "config.json").read_text())["loss"]["estr"]["tau"] == 1.0
-  roles.record_config(c, tmp_path, resumes=False)  # a start that left no checkpoint binds nobody
+  with pytest.raises(UserError, match=r"another config: loss\.estr\.tau was 1.0 and is 2.0"):
+    workdir.check_same(c, tmp_path)
   c.optimizer.decay, c.steps = "linear", 10
-  roles.record_config(c, tmp_path, resumes=False)
+  workdir.record_config(c, tmp_path)
   c.steps = 20
   with pytest.raises(UserError, match="steps was 10"):  # the learning rate would jump
-    roles.record_config(c, tmp_path, resumes=True)
+    workdir.check_same(c, tmp_path)
+
+
+def test_a_start_that_left_no_checkpoint_binds_nobody(cache, tmp_path):
+  """Fails if a mistyped config locks its workdir."""
+  workdir.record_config(config(cache, "sync", loss__estr__tau=3.0), tmp_path)
+  _, rows = train(config(cache, "sync", steps=1), tmp_path)
+  assert rows[-1]["step"] == 1
+
+
+def test_a_finished_run_is_finished_for_its_own_config_only(cache, tmp_path):
+  """Fails if a sweep that reuses a folder is told that it is done, or damaged files end in a traceback."""
+  c = config(cache, "sync", steps=5)
+  assert not workdir.finished(c, tmp_path)
+  workdir.record_config(c, tmp_path)
+  (tmp_path / "summary.json").write_text('{"steps": 5}')
+  assert not workdir.finished(c, tmp_path)  # no report yet
+  (tmp_path / "report.html").write_text("")
+  assert workdir.finished(c, tmp_path)
+  with pytest.raises(UserError, match=r"loss\.name was estr and is ppo"):
+    workdir.finished(config(cache, "sync", steps=5, loss__name="ppo"), tmp_path)
+  (tmp_path / "config.json").write_text("{garbage")
+  with pytest.raises(UserError, match=r"config\.json cannot be read"):
+    workdir.finished(c, tmp_path)
+  (tmp_path / "summary.json").write_text("garbage")
+  assert not workdir.finished(c, tmp_path)
+
+
+def test_one_learner_a_workdir(tmp_path):
+  """Fails if a second run could delete the files of the first."""
+  with (
+    only_learner(tmp_path),
+    pytest.raises(UserError, match=f"process {os.getpid()} is training"),
+    only_learner(tmp_path),
+  ):
+    pass
+  with only_learner(tmp_path):
+    pass
 
 
 def test_a_simulated_run_is_not_resumed(cache, tmp_path):

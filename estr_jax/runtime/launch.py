@@ -57,18 +57,22 @@ def find_learner(workdir: Path, address: str) -> str:
 @contextlib.contextmanager
 def only_learner(workdir: Path) -> Iterator[None]:
   """Holds the workdir for this process. Raises UserError where another learner works in it."""
-  with open(workdir / LOCK, "a+") as lock:
+  try:
+    lock = os.open(workdir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+  except OSError as error:
+    raise UserError(f"{workdir} cannot be locked: {error.strerror}; free some space or take another folder") from error
+  try:
     try:
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-      lock.seek(0)
-      raise UserError(
-        f"process {lock.read().strip()} is training in {workdir}; wait for it, stop it, or take another --workdir"
-      ) from error
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
+      holder = os.read(lock, 20).decode()
+      raise UserError(f"process {holder} is training in {workdir}; stop it, or take another --workdir") from error
+    with contextlib.suppress(OSError):  # the number only helps a reader, and a full disk is reported by who needs it
+      os.truncate(lock, 0)
+      os.write(lock, str(os.getpid()).encode())
     yield
+  finally:
+    os.close(lock)
 
 
 def launched() -> bool:
@@ -133,7 +137,7 @@ def launch(commands: Mapping[str, Sequence[str]], workdir: Path) -> int:
         log = workdir / f"{child.role}.log"
         if status > 0 or child.restarts == _RESTARTS:
           print(f"{child.role} ended with status {status}: {_last_line(log)} (all of it: {log})", file=sys.stderr)
-          return abs(status)
+          return _shell_status(status)
         child.restarts += 1
         print(f"{child.role} was killed by signal {-status}; started again", file=sys.stderr)
         child.process = start(child.role)
@@ -147,7 +151,7 @@ def launch(commands: Mapping[str, Sequence[str]], workdir: Path) -> int:
       deadline = time.monotonic() + _GOODBYE_S
       for child in children.values():
         _wait(child.process, deadline - time.monotonic())
-    return abs(status)
+    return _shell_status(status)
   finally:
     for child in (learner, *children.values()):
       if child.process.poll() is None:
@@ -155,6 +159,11 @@ def launch(commands: Mapping[str, Sequence[str]], workdir: Path) -> int:
         if not _wait(child.process, _UNWIND_S):
           child.process.kill()
           child.process.wait()
+
+
+def _shell_status(status: int) -> int:
+  """A child's return code as a shell reports it: 128 + signal where a signal ended it."""
+  return status if status >= 0 else 128 - status
 
 
 def _wait(process: subprocess.Popen, seconds: float) -> bool:
