@@ -141,9 +141,9 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     "sampling.temperature staleness.segment_tokens queue.lease_timeout_s queue.deadline_s learner.score_chunk "
     "checkpoint.every eval.prompts eval.every_prompts eval.slots optimizer.learning_rate optimizer.clip_norm "
     "mesh.data mesh.fsdp mesh.tensor model.width model.layers model.heads model.kv_heads model.head_dim "
-    "model.mlp_width model.rope_theta model.norm_eps advantage.eps optimizer.eps warm_start.batch warm_start.demonstrations "
-    "warm_start.learning_rate loss.clip_low loss.clip_high loss.estr.tau loss.estr.eps loss.icepop.low "
-    "loss.icepop.high loss.kpop.phi"
+    "model.mlp_width model.rope_theta model.norm_eps advantage.eps optimizer.eps warm_start.batch "
+    "warm_start.demonstrations warm_start.learning_rate loss.clip_low loss.clip_high loss.estr.tau "
+    "loss.estr.eps loss.icepop.low loss.icepop.high loss.kpop.phi"
   )
   values = dict(flat(c.to_dict()))
   for key in positive.split():
