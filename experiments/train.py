@@ -47,7 +47,7 @@ def program() -> int:
   if config.mode == "async" and FLAGS.role == "all":
     return launch(commands(sys.argv[1:]), folder)
 
-  from experiments import roles  # imports JAX, which the launcher need not wait for
+  from experiments import roles  # slow to import, and the launcher needs none of it
 
   if FLAGS.role == "sampler":
     return roles.sampler(config, folder, FLAGS.sampler_name or f"{socket.gethostname()}-{os.getpid()}")
