@@ -153,15 +153,15 @@ def test_the_store_holds_the_newest_and_fetches_it_once():
     return {"w": np.arange(3)}
 
   store = weights.WeightStore()
-  assert store.wait_newer(-1, 0) is None
+  assert store.snapshot_newer(-1, 0) is None
   store.publish(4, source)
   assert not calls
-  assert store.wait_newer(4, 0) is None
+  assert store.snapshot_newer(4, 0) is None
   for _ in range(2):
-    version, arrays = store.wait_newer(3, 0)
-    assert version == 4 and arrays["w"].tolist() == [0, 1, 2]
+    snapshot = store.snapshot_newer(3, 0)
+    assert snapshot.version == 4 and snapshot.arrays()["w"].tolist() == [0, 1, 2]
   assert len(calls) == 1
   with pytest.raises(ValueError, match="below 4"):
     store.publish(3, {})
   store.publish(5, {"w": np.zeros(1)})
-  assert store.wait_newer(4, 0)[0] == 5
+  assert store.snapshot_newer(4, 0).version == 5

@@ -52,7 +52,7 @@ def learner_loop(
   host_record: Mapping,
   metrics_file: MetricsFile,
   view: View,
-) -> TrainState:
+) -> None:
   """Trains until `schedule.steps` updates are done.
 
   Args:
@@ -65,9 +65,6 @@ def learner_loop(
     host_record: JSON that a resumed run checks.
     metrics_file: gets one row per update, and one of step 0 with the evaluation before training.
     view: shows the run.
-
-  Returns:
-    The last state, saved.
   """
   copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))  # the state's own buffers are donated
   version = int(state.step)
@@ -127,7 +124,6 @@ def learner_loop(
       checkpoints.save(version, state, {**host_record, "cursor": rollouts.cursor()})
   checkpoints.wait()
   rollouts.finish()  # not before all is saved: a run that is killed now still needs its samplers
-  return state
 
 
 def _check_finite(metrics: Mapping[str, Mean | np.ndarray], version: int) -> None:

@@ -73,13 +73,8 @@ class WeightStore:
       self._newest = Snapshot(version, arrays)
       self._changed.notify_all()
 
-  def wait_newer(self, have: int, wait_s: float) -> tuple[int, Arrays] | None:
-    """The newest version and its arrays where it is above `have`; None after `wait_s` seconds."""
-    snapshot = self.snapshot_newer(have, wait_s)
-    return None if snapshot is None else (snapshot.version, snapshot.arrays())
-
   def snapshot_newer(self, have: int, wait_s: float) -> Snapshot | None:
-    """As `wait_newer`, before anything is fetched."""
+    """The newest weights where their version is above `have`, not fetched yet; None after `wait_s` seconds."""
     deadline = time.monotonic() + wait_s
     with self._changed:
       while self._newest is None or self._newest.version <= have:
