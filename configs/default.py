@@ -46,17 +46,35 @@ def get_config() -> ConfigDict:
 
   c.loss = ConfigDict()
   c.loss.name = "estr"  # of estr_jax.objective.losses.LOSSES
-  c.loss.edge = "direct"  # direct: the clip acts on pi / mu. proximal: on pi / q, q recomputed before each update
+  # direct: the clip acts on pi / mu. proximal: on pi / q, q recomputed before each update. Some losses fix theirs.
+  c.loss.edge = "direct"
   c.loss.clip_low = 0.2  # the sibling paper's values, as is clip_high
   c.loss.clip_high = 0.28
-  c.loss.estr = ConfigDict({"tau": 1.0, "eps": 0.01})  # eps is the paper's; tau is ours, the paper's is not known
+  c.loss.aggregation = "token_mean"  # token_mean, sequence_mean, sequence_sum (over sampling.context)
+  c.loss.entropy = ConfigDict()  # a bonus on the learner's entropy
+  c.loss.entropy.coefficient = 0.0  # before the first update
+  c.loss.entropy.target = 0.0  # nats; above 0 the coefficient is adapted, and acts only below the target
+  c.loss.entropy.step = 1e-4  # of the adapted coefficient in an update; this and `largest` are Skywork-OR1's
+  c.loss.entropy.largest = 0.005
+  c.loss.kl = ConfigDict()  # a penalty
+  c.loss.kl.coefficient = 0.0
+  c.loss.kl.estimator = "k2"  # k1, k2, k3; as a loss only k2 has the gradient of KL(pi || anchor)
+  c.loss.kl.anchor = "reference"  # reference: the weights before the first update. proximal: q. direct: mu
+  # What each loss has of its own. eps is the paper's; tau is ours, the paper's is not known.
+  c.loss.estr = ConfigDict({"tau": 1.0, "eps": 0.01})
+  c.loss.estr_learner_entropy = ConfigDict({"tau": 1.0, "eps": 0.01})
+  c.loss.estr_gini = ConfigDict({"tau": 1.0, "eps": 0.01})
+  c.loss.estr_power = ConfigDict({"tau": 1.0, "eps": 0.01, "power": 0.5})
+  c.loss.estr_one_sided = ConfigDict({"tau": 1.0, "eps": 0.01})
+  c.loss.estr_soft = ConfigDict({"tau": 1.0, "eps": 0.01})
+  c.loss.fixed_width = ConfigDict({"width": 0.5})
   c.loss.icepop = ConfigDict({"low": 0.5, "high": 5.0})
   c.loss.kpop = ConfigDict({"phi": 0.1})
   c.loss.ppo = ConfigDict()
 
   c.advantage = ConfigDict()
-  c.advantage.scale = "std"  # std: GRPO. none: Dr.GRPO
-  c.advantage.eps = 1e-6
+  c.advantage.name = "grpo"  # of estr_jax.objective.advantages.ESTIMATORS
+  c.advantage.eps = 1e-6  # added to the standard deviation, where there is one
 
   c.batch = ConfigDict()
   c.batch.groups = 16  # prompts an update
@@ -73,6 +91,7 @@ def get_config() -> ConfigDict:
   c.optimizer.eps = 1e-8
   c.optimizer.weight_decay = 0.0
   c.optimizer.clip_norm = 1.0  # global norm of the gradient
+  c.optimizer.ess_step = False  # VCPO: the learning rate times sqrt(effective sample size / sequences)
 
   c.sampling = ConfigDict()
   c.sampling.slots = 64  # sequences that grow side by side in one sampler

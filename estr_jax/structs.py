@@ -43,6 +43,7 @@ class Trajectory:
   mask: np.ndarray  # bool [T]; False for prompt, tool and observation tokens
   logprob: np.ndarray  # f32 [T]; log mu at the sampling temperature; 0 where not mask
   entropy: np.ndarray  # f32 [T]; full-vocabulary H of mu, nats, at the sampling temperature; 0 where not mask
+  gini: np.ndarray  # f32 [T]; Gini impurity 1 - sum_w mu_w^2 of the same distribution; 0 where not mask
   version: np.ndarray  # i32 [T]; NO_VERSION where not mask
   reward: float
   prompt_id: int
@@ -62,10 +63,22 @@ class Batch:
   mask: jax.Array  # bool [B, T]
   logprob: jax.Array  # f32 [B, T]
   entropy: jax.Array  # f32 [B, T]
-  version: jax.Array  # i32 [B, T]
+  gini: jax.Array  # f32 [B, T]
+  staleness: jax.Array  # i32 [B, T]; the learner's version - the token's; 0 where not mask
   segment: jax.Array  # i32 [B, T]; 0 = padding, 1.. = the sequences of a row
+  group: jax.Array  # i32 [B, T]; 0 = padding, 1.. = the prompts of the batch
+  reward: jax.Array  # f32 [B, T]; of the token's sequence
   advantage: jax.Array  # f32 [B, T]
   proximal: jax.Array | None = None  # f32 [B, T]; log q, recomputed by the learner before its update
+  reference: jax.Array | None = None  # f32 [B, T]; log-prob under the weights of version 0
+
+
+class Scores(NamedTuple):
+  """What a policy says about some tokens; float32, nats. `objective.scoring` has the definitions."""
+
+  logprob: jax.Array  # at most 0
+  entropy: jax.Array | None  # of the whole vocabulary; None where nobody asked for it
+  gini: jax.Array | None  # 1 - sum of squared probabilities; no gradient
 
 
 class TokenLoss(NamedTuple):
@@ -73,7 +86,7 @@ class TokenLoss(NamedTuple):
 
   value: jax.Array  # f32 [B, T]; already zero where not keep
   keep: jax.Array  # bool [B, T]; the trust region
-  clipped: jax.Array  # bool [B, T]; kept tokens whose gradient the clip removed
+  clipped: jax.Array  # bool [B, T]; kept tokens whose ratio or weight a bound changed
 
 
 @jax.tree_util.register_dataclass
@@ -82,6 +95,7 @@ class TrainState:
   """The learner's state; `step` is also the version of `params`."""
 
   step: jax.Array  # i32 []
+  entropy_coefficient: jax.Array  # f32 []; of the entropy bonus in the next update
   params: Params
   opt_state: Any
 

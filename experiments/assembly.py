@@ -5,6 +5,7 @@ import functools
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,8 +17,7 @@ from estr_jax.learner import batching, optimizer, step, warm_start
 from estr_jax.model import decoder, hf, sharding
 from estr_jax.model.decoder import DecoderConfig
 from estr_jax.model.tokenizers import CharTokenizer, FolderTokenizer, Tokenizer
-from estr_jax.objective.losses import LOSSES
-from estr_jax.objective.triangle import needs_proximal
+from estr_jax.objective.losses import LOSSES, keywords
 from estr_jax.observe.terminal import View
 from estr_jax.runtime.evaluation import Evaluator
 from estr_jax.runtime.learner_loop import Learner, Schedule
@@ -159,8 +159,36 @@ class Update:
   init: "functools.partial[TrainState]"  # params -> state
 
 
+def loss_hyper(config: ConfigDict) -> dict[str, Any]:
+  """The keyword arguments of the configured loss: its own keys first, then those that losses share."""
+  loss = config.loss
+  own = loss[loss.name]
+  return {name: own[name] if name in own else loss[name] for name in keywords(LOSSES[loss.name])}
+
+
+def objective_of(config: ConfigDict) -> tuple[step.Objective, step.Hyper]:
+  """What the update minimises: its static half, and its numbers."""
+  loss, bonus = config.loss, config.loss.entropy
+  hyper = loss_hyper(config)
+  numbers = {name: np.float32(value) for name, value in hyper.items() if not isinstance(value, str)}
+  words = {name: value for name, value in hyper.items() if isinstance(value, str)}
+  adaptive = bonus.target > 0
+  objective = step.Objective(
+    loss=functools.partial(LOSSES[loss.name], **words),
+    aggregation=loss.aggregation,
+    aggregation_tokens=config.sampling.context,
+    entropy_bonus=adaptive or bonus.coefficient > 0,
+    kl=(loss.kl.estimator, loss.kl.anchor) if loss.kl.coefficient > 0 else None,
+    ess_step=config.optimizer.ess_step,
+  )
+  target = bonus.target if adaptive else -np.inf
+  scalars = (loss.kl.coefficient, target, bonus.step, bonus.largest)
+  return objective, step.Hyper(numbers, *map(np.float32, scalars))
+
+
 def update_of(config: ConfigDict, model: DecoderConfig) -> Update:
-  o, loss = config.optimizer, config.loss
+  o = config.optimizer
+  objective, hyper = objective_of(config)
   mesh = sharding.make_mesh(config.mesh.to_dict())
   rule = optimizer.make(
     optimizer=o.name,
@@ -174,35 +202,31 @@ def update_of(config: ConfigDict, model: DecoderConfig) -> Update:
     weight_decay=o.weight_decay,
     clip_norm=o.clip_norm,
   )
-  hyper = {"edge": loss.edge, "clip_low": loss.clip_low, "clip_high": loss.clip_high, **loss[loss.name]}
   shared = dict(
     mesh=mesh,
     microbatches=config.batch.microbatches,
     temperature=config.sampling.temperature,
     score_chunk=config.learner.score_chunk,
   )
-  train_step = step.make_train_step(
-    model, functools.partial(LOSSES[loss.name], **hyper), rule, diagnostics=config.learner.diagnostics, **shared
-  )
+  train_step = step.make_train_step(model, objective, rule, diagnostics=config.learner.diagnostics, **shared)
   assemble = functools.partial(
     batching.assemble,
     rows=config.batch.groups * config.batch.group_size,
     length=config.sampling.context,
-    advantage_scale=config.advantage.scale,
+    advantage=config.advantage.name,
     advantage_eps=config.advantage.eps,
     pack=False,
   )
   place = functools.partial(jax.device_put, device=NamedSharding(mesh, sharding.BATCH_SPEC))
-  score_step = step.make_score_step(model, **shared) if needs_proximal(loss.edge) else None
+  anchors = {name for name in ("proximal", "reference") if objective.reads(name, hyper)}
+  score_step = step.make_score_step(model, **shared) if anchors else None
   return Update(
-    learner=Learner(assemble, place, train_step, score_step),
+    learner=Learner(assemble, place, train_step, hyper, score_step, frozenset(anchors)),
     abstract=step.abstract_state(model, rule, mesh),
-    init=functools.partial(_init, model, rule, mesh),
+    init=functools.partial(
+      step.init_state, model, rule, mesh=mesh, entropy_coefficient=config.loss.entropy.coefficient
+    ),
   )
-
-
-def _init(model, rule, mesh, params) -> TrainState:
-  return step.init_state(model, rule, params, mesh)
 
 
 def schedule_of(config: ConfigDict) -> Schedule:

@@ -104,11 +104,14 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
     if latest is not None:
       check_same(config, workdir)
     record_config(config, workdir)
+    version_0 = None
+    if latest is None or "reference" in update.learner.anchors:
+      version_0 = assembly.initial_params(config, model, tokenizer, stream, view)
     metrics_path = workdir / "metrics.jsonl"
     if latest is None:
       cursor = None
       metrics_path.unlink(missing_ok=True)  # nothing of a start that left no checkpoint counts
-      state = update.init(assembly.initial_params(config, model, tokenizer, stream, view))
+      state = update.init(version_0)
     else:
       state, record = checkpoints.restore(update.abstract, latest)
       if record["seed"] != config.seed:
@@ -122,6 +125,7 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
         rollouts,
         update.learner,
         assembly.schedule_of(config),
+        reference=version_0 if "reference" in update.learner.anchors else None,
         evaluate=evaluate,
         checkpoints=checkpoints,
         host_record={"seed": config.seed},

@@ -13,8 +13,10 @@ from ml_collections import ConfigDict, config_flags
 from estr_jax.errors import UserError
 from estr_jax.learner.optimizer import DECAYS, OPTIMIZERS
 from estr_jax.model.decoder import REMAT
-from estr_jax.objective.advantages import SCALES
+from estr_jax.objective.advantages import ESTIMATORS
+from estr_jax.objective.aggregation import AGGREGATIONS
 from estr_jax.objective.losses import LOSSES
+from estr_jax.objective.penalties import ANCHORS, KL_ESTIMATORS
 from estr_jax.objective.triangle import EDGES
 from estr_jax.runtime.launch import launched
 from estr_jax.tasks import TASKS
@@ -129,7 +131,10 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
   yield _choice("task.name", c.task.name, sorted(TASKS))
   yield _choice("loss.name", c.loss.name, sorted(LOSSES))
   yield _choice("loss.edge", c.loss.edge, EDGES)
-  yield _choice("advantage.scale", c.advantage.scale, SCALES)
+  yield _choice("loss.aggregation", c.loss.aggregation, sorted(AGGREGATIONS))
+  yield _choice("loss.kl.estimator", c.loss.kl.estimator, sorted(KL_ESTIMATORS))
+  yield _choice("loss.kl.anchor", c.loss.kl.anchor, ANCHORS)
+  yield _choice("advantage.name", c.advantage.name, sorted(ESTIMATORS))
   yield _choice("optimizer.name", c.optimizer.name, sorted(OPTIMIZERS))
   yield _choice("optimizer.decay", c.optimizer.decay, DECAYS)
   yield _choice("model.remat", c.model.remat, sorted(REMAT))

@@ -5,9 +5,8 @@ import functools
 import jax
 import numpy as np
 
-from estr_jax.learner import optimizer
+from estr_jax.learner import optimizer, step
 from estr_jax.learner.batching import assemble
-from estr_jax.learner.step import init_state, make_train_step
 from estr_jax.model import decoder
 from estr_jax.model.decoder import DecoderConfig
 from estr_jax.model.sharding import make_mesh
@@ -30,7 +29,21 @@ MODEL = DecoderConfig(
 )
 ROWS, LENGTH = 8, 12
 WIDE = {"rows": 12, "length": 24}  # room for padding on both sides, and for packing
-ESTR = functools.partial(LOSSES["estr"], edge="direct", tau=1.0, eps=0.01, clip_low=0.2, clip_high=0.28)
+OBJECTIVE = step.Objective(
+  loss=functools.partial(LOSSES["estr"], edge="direct"),
+  aggregation="token_mean",
+  aggregation_tokens=LENGTH,
+  entropy_bonus=False,
+  kl=None,
+  ess_step=False,
+)
+HYPER = step.Hyper(
+  loss={"tau": np.float32(1.0), "eps": np.float32(0.01), "clip_low": np.float32(0.2), "clip_high": np.float32(0.28)},
+  kl_coefficient=np.float32(0),
+  entropy_target=np.float32(-np.inf),
+  entropy_step=np.float32(0),
+  entropy_largest=np.float32(0),
+)
 
 
 def groups(seed: int = 0) -> list[list[Trajectory]]:
@@ -47,6 +60,7 @@ def groups(seed: int = 0) -> list[list[Trajectory]]:
         mask=mask,
         logprob=np.where(mask, rng.normal(-2.5, 0.6, size), 0).astype(np.float32),
         entropy=np.where(mask, rng.uniform(0, 2.4, size), 0).astype(np.float32),
+        gini=np.where(mask, 0.4, 0).astype(np.float32),
         version=np.where(mask, 0, NO_VERSION).astype(np.int32),
         reward=float(prompt_id % 2),
         prompt_id=prompt_id,
@@ -61,7 +75,7 @@ def groups(seed: int = 0) -> list[list[Trajectory]]:
 
 
 def batch(seed: int = 0, *, rows: int = ROWS, length: int = LENGTH, pack: bool = False):
-  return assemble(groups(seed), rows=rows, length=length, advantage_scale="std", advantage_eps=1e-6, pack=pack)
+  return assemble(groups(seed), 0, rows=rows, length=length, advantage="grpo", advantage_eps=1e-6, pack=pack)
 
 
 @functools.cache
@@ -82,8 +96,8 @@ def rule():
 
 
 @functools.cache
-def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1):
-  return make_mesh({"data": data, "fsdp": fsdp, "tensor": tensor})
+def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1):
+  return make_mesh({"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert})
 
 
 @functools.cache
@@ -92,11 +106,11 @@ def initial_params():
 
 
 @functools.cache
-def train_step(microbatches: int = 1, loss=ESTR, on=None, update=None):
+def compiled_step(microbatches: int = 1, objective=OBJECTIVE, on=None, update=None):
   """Compiled programs are shared by the tests; it is compiling that takes their time."""
-  return make_train_step(
+  return step.make_train_step(
     MODEL,
-    loss,
+    objective,
     rule() if update is None else update,
     mesh=mesh() if on is None else on,
     microbatches=microbatches,
@@ -106,9 +120,15 @@ def train_step(microbatches: int = 1, loss=ESTR, on=None, update=None):
   )
 
 
+def train_step(microbatches: int = 1, objective=OBJECTIVE, on=None, update=None, hyper=HYPER):
+  """(state, batch) -> (state, metrics)."""
+  compiled = compiled_step(microbatches, objective, on, update)
+  return lambda state, batch: compiled(state, batch, hyper)
+
+
 @functools.cache
 def _initial_state(on, update):
-  state = init_state(MODEL, update, initial_params(), on)
+  state = step.init_state(MODEL, update, initial_params(), on, entropy_coefficient=0.0)
   return jax.device_get(state), jax.tree.map(lambda leaf: leaf.sharding, state)
 
 

@@ -19,6 +19,7 @@ def trajectory(prompt_id, *, size=6, prompt=2, reward=0.0, versions=None, **chan
     mask=mask,
     logprob=np.where(mask, -rng.random(size), 0).astype(np.float32),
     entropy=np.where(mask, rng.random(size), 0).astype(np.float32),
+    gini=np.where(mask, rng.random(size), 0).astype(np.float32),
     version=version,
     reward=reward,
     prompt_id=prompt_id,
@@ -32,7 +33,7 @@ def trajectory(prompt_id, *, size=6, prompt=2, reward=0.0, versions=None, **chan
 
 
 def build(groups, *, rows=4, length=8, pack=False):
-  return assemble(groups, rows=rows, length=length, advantage_scale="none", advantage_eps=1e-6, pack=pack)
+  return assemble(groups, 0, rows=rows, length=length, advantage="dr_grpo", advantage_eps=1e-6, pack=pack)
 
 
 GROUPS = [
@@ -57,15 +58,24 @@ def test_rows_stand_by_prompt_id_whatever_the_arrival():
     np.testing.assert_array_equal(batch.tokens[row, : len(one.tokens)], one.tokens)
     np.testing.assert_array_equal(batch.segment[row], np.arange(8) < len(one.tokens))
     np.testing.assert_array_equal(batch.logprob[row, : len(one.tokens)], one.logprob)
-    np.testing.assert_array_equal(batch.version[row, len(one.tokens) :], NO_VERSION)
+    np.testing.assert_array_equal(batch.gini[row, : len(one.tokens)], one.gini)
+    np.testing.assert_array_equal(batch.group[row], np.where(np.arange(8) < len(one.tokens), 1 + one.group, 0))
+    np.testing.assert_array_equal(batch.reward[row], np.where(np.arange(8) < len(one.tokens), one.reward, 0))
 
 
 def test_advantage_is_the_groups_own_and_only_on_policy_tokens():
   """Fails if the baseline is the batch's mean, or if prompt tokens carry an advantage."""
-  batch = build([[trajectory(0, reward=1.0), trajectory(1, reward=3.0)], [trajectory(2, reward=9.0)]])
+  batch = build([[trajectory(0, reward=1.0), trajectory(1, reward=3.0)], [trajectory(i, reward=9.0) for i in (2, 3)]])
   expected = np.zeros((4, 8))
   expected[0, 2:6], expected[1, 2:6] = -1.0, 1.0
   np.testing.assert_array_equal(batch.advantage, expected)
+
+
+def test_the_age_of_a_token_is_the_learners_version_less_its_own():
+  """Fails if the difference is reversed, or if a prompt or padded token has an age."""
+  groups = [[trajectory(0, versions=[3, 3, 5, 7]), trajectory(1, versions=7)]]
+  batch = assemble(groups, 7, rows=2, length=8, advantage="grpo", advantage_eps=1e-6, pack=False)
+  np.testing.assert_array_equal(batch.staleness, [[0, 0, 4, 4, 2, 0, 0, 0], [0] * 8])
 
 
 def test_packing_keeps_every_trajectory_whole():
@@ -79,7 +89,7 @@ def test_packing_keeps_every_trajectory_whole():
       for segment in range(1, batch.segment[row].max() + 1):
         where = batch.segment[row] == segment
         assert np.ptp(np.flatnonzero(where)) + 1 == where.sum()
-        fields = ("tokens", "mask", "logprob", "entropy", "version", "advantage")
+        fields = ("tokens", "mask", "logprob", "entropy", "gini", "staleness", "group", "reward", "advantage")
         found.add(tuple(getattr(batch, name)[row][where].tobytes() for name in fields))
     return found
 
@@ -94,6 +104,7 @@ def test_packing_keeps_every_trajectory_whole():
     ([[trajectory(7, size=9)]], "trajectory 7 has 9 tokens and a row of the batch holds 8"),
     ([[trajectory(7, prompt=0)]], "marks its first token as sampled"),
     ([[trajectory(7), trajectory(7)]], "trajectory 7 is in the batch twice"),
+    ([[trajectory(0), trajectory(1)], [trajectory(2)]], "as many trajectories each"),
     ([[trajectory(i) for i in range(5)]], "5 trajectories need 5 rows of 8 tokens and the batch has 4"),
   ],
 )

@@ -11,7 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learner_cases import MODEL, ROWS, WIDE, batch, flat, fresh_state, initial_params, mesh, rule, train_step
+from learner_cases import (
+  HYPER,
+  MODEL,
+  ROWS,
+  WIDE,
+  batch,
+  compiled_step,
+  flat,
+  fresh_state,
+  initial_params,
+  mesh,
+  rule,
+  train_step,
+)
 
 from estr_jax.errors import UserError
 from estr_jax.learner.step import check_ratio, compilations, init_state, make_score_step, score_tokens
@@ -35,7 +48,7 @@ def test_scores_are_aligned_with_their_tokens():
   """Fails if hidden[t] scores token t, if the wrapped column survives, or if the temperature is left out."""
   data = batch(**WIDE, pack=True)
   assert data.segment.max() >= 2
-  logprob, entropy = map(np.asarray, scores(initial_params(), data.tokens, data.segment))
+  ours = [np.asarray(x) for x in scores(initial_params(), data.tokens, data.segment)]
 
   @jax.jit
   def alone(tokens_BT):
@@ -53,17 +66,17 @@ def test_scores_are_aligned_with_their_tokens():
     expected = alone(cut)
     for row in np.flatnonzero(size):
       span = slice(start[row] + 1, start[row] + size[row])
-      for ours, theirs in zip((logprob, entropy), expected):
-        np.testing.assert_allclose(ours[row, span], theirs[row, : size[row] - 1], atol=1e-5)
+      for our, theirs in zip(ours, expected):
+        np.testing.assert_allclose(our[row, span], theirs[row, : size[row] - 1], atol=1e-5)
       seen[row, span] = True
-  assert seen[data.mask].all() and not logprob[~seen].any() and not entropy[~seen].any()
+  assert seen[data.mask].all() and not any(our[~seen].any() for our in ours)
 
 
 def test_the_first_token_of_a_full_row_has_no_score():
   """Fails if the first token is taken to follow the last, where one segment fills the row."""
   data = batch()
   assert (data.segment[:, 0] == data.segment[:, -1]).any()
-  assert not np.asarray(scores(initial_params(), data.tokens, data.segment)[0])[:, 0].any()
+  assert not np.asarray(scores(initial_params(), data.tokens, data.segment).logprob)[:, 0].any()
 
 
 def test_the_gradient_is_that_of_the_whole_batchs_mean():
@@ -73,7 +86,7 @@ def test_the_gradient_is_that_of_the_whole_batchs_mean():
   @jax.jit
   @functools.partial(jax.grad, has_aux=True)
   def reference(params):
-    delta = scores(params, data.tokens, data.segment)[0] - data.logprob
+    delta = scores(params, data.tokens, data.segment).logprob - data.logprob
     keep = data.mask & (jax.lax.stop_gradient(delta) ** 2 <= data.entropy + 0.01)
     ratio = jnp.exp(delta)
     surrogate = jnp.minimum(ratio * data.advantage, jnp.clip(ratio, 0.8, 1.28) * data.advantage)
@@ -122,7 +135,7 @@ def test_a_masked_token_moves_nothing():
   data.advantage[0, 3], data.entropy[0, 3], data.logprob[0, 3] = 1.0, 0.0, -9.0
   assert train_step()(fresh_state(), data)[1]["loss/mask_fraction"].value() == 1.0
   assert not moved(data).any()
-  data.logprob[0, 3] = scores(initial_params(), data.tokens, data.segment)[0][0, 3]
+  data.logprob[0, 3] = scores(initial_params(), data.tokens, data.segment).logprob[0, 3]
   assert moved(data).any()
 
 
@@ -146,11 +159,11 @@ def test_a_batch_without_policy_tokens_is_a_step_without_motion():
 
 def test_compiled_once_and_the_state_is_donated():
   """Fails if outputs come back with another sharding or dtype than inputs, or if two states are held."""
-  step = train_step(microbatches=2)
+  step = compiled_step(microbatches=2)
   state = fresh_state()
   for seed in range(3):
     old = jax.tree.leaves(state.params)
-    state, metrics = step(state, batch(seed))
+    state, metrics = step(state, batch(seed), HYPER)
     assert all(leaf.is_deleted() for leaf in old)
   assert compilations(step) == 1
   assert int(state.step) == 3
@@ -160,7 +173,7 @@ def test_compiled_once_and_the_state_is_donated():
 def test_the_initial_params_outlive_the_donated_state():
   """Fails if init_state hands out the caller's buffers, which the first step would then delete."""
   params = fresh_state().params
-  train_step()(init_state(MODEL, rule(), params, mesh()), batch())
+  train_step()(init_state(MODEL, rule(), params, mesh(), entropy_coefficient=0.0), batch())
   assert np.isfinite(flat(params)).all()
 
 
@@ -175,7 +188,7 @@ def test_score_step_gives_the_proximal_logprob():
   data = batch()
   step = make_score_step(MODEL, mesh=mesh(), microbatches=2, temperature=0.8, score_chunk=5)
   proximal = step(fresh_state().params, data)
-  np.testing.assert_allclose(proximal, scores(initial_params(), data.tokens, data.segment)[0], atol=1e-6)
+  np.testing.assert_allclose(proximal, scores(initial_params(), data.tokens, data.segment).logprob, atol=1e-6)
   assert np.abs(np.asarray(proximal)[data.mask]).min() > 0
 
 
@@ -184,7 +197,7 @@ def test_the_largest_ratio_survives_the_split():
   data = batch()
   where = tuple(np.argwhere(data.mask)[4])
   data.logprob[where] = -40.0
-  largest = abs(float(scores(initial_params(), data.tokens, data.segment)[0][where]) + 40.0)
+  largest = abs(float(scores(initial_params(), data.tokens, data.segment).logprob[where]) + 40.0)
   metrics = train_step(microbatches=2)(fresh_state(), data)[1]
   np.testing.assert_allclose(metrics["policy/max_abs_delta"].value(), largest, rtol=1e-5)
 
@@ -201,12 +214,12 @@ def test_a_trust_region_that_is_off_is_a_failure():
 _EIGHT = """
 import json, sys
 import numpy as np
-from learner_cases import batch, flat, fresh_state, mesh, train_step
-step, state = train_step(microbatches=2, on=mesh(2, 2, 2)), fresh_state(mesh(2, 2, 2))
+from learner_cases import HYPER, batch, compiled_step, flat, fresh_state, mesh
+step, state = compiled_step(microbatches=2, on=mesh(2, 2, 2)), fresh_state(mesh(2, 2, 2))
 kernel = state.params["layers"]["mlp"]["up"]["kernel"]
 shard = kernel.addressable_shards[0].data.shape
 for seed in range(2):
-  state, metrics = step(state, batch(seed))
+  state, metrics = step(state, batch(seed), HYPER)
 np.save(sys.argv[1], flat(state.params))
 print(json.dumps([kernel.shape, shard, step._cache_size(), float(metrics["loss/objective"].value())]))
 """

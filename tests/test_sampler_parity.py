@@ -13,7 +13,7 @@ from estr_jax.structs import NO_VERSION, Prompt
 
 
 def teacher_forced(trajectory, params, temperature):
-  """(logprob_T, entropy_T) of the whole trajectory under one set of weights."""
+  """(logprob_T, entropy_T, gini_T) of the whole trajectory under one set of weights."""
   tokens = np.zeros((1, CONTEXT), np.int32)
   segment = np.zeros((1, CONTEXT), np.int32)
   tokens[0, : len(trajectory.tokens)] = trajectory.tokens
@@ -28,13 +28,13 @@ def _score(params, tokens, segment, temperature):
 
 
 def stepwise(trajectory, params_of, temperature):
-  """(logprob_T, entropy_T) where each position's keys are written by the weights that were in the sampler then.
+  """(logprob_T, entropy_T, gini_T) where each position's keys are written by the weights that were in the sampler then.
 
   The keys of a position are written when it is fed, which happens under the version of the next policy token.
   """
   policy = np.flatnonzero(trajectory.mask)
   cache = decoder.empty_cache(MODEL, 1, CONTEXT)
-  logprob, entropy = np.zeros(len(trajectory.tokens)), np.zeros(len(trajectory.tokens))
+  scores = np.zeros((3, len(trajectory.tokens)))
   for position in range(policy[-1]):
     writer = trajectory.version[policy[policy > position][0]]
     params = params_of[int(writer)]
@@ -42,8 +42,14 @@ def stepwise(trajectory, params_of, temperature):
     logits = scoring.logits(hidden[:, 0], decoder.head_kernel(MODEL, params))
     target = trajectory.tokens[None, position + 1]
     values = scoring.score_logits(logits, target, temperature=temperature)
-    logprob[position + 1], entropy[position + 1] = (float(value[0]) for value in values)
-  return logprob, entropy
+    scores[:, position + 1] = [float(value[0]) for value in values]
+  return scores
+
+
+def check_record(trajectory, wanted):
+  """What was recorded of the policy tokens against (logprob, entropy, gini) of them."""
+  for name, values in zip(("logprob", "entropy", "gini"), wanted):
+    np.testing.assert_allclose(getattr(trajectory, name)[trajectory.mask], values, atol=1e-4, err_msg=name)
 
 
 @jax.jit
@@ -62,10 +68,8 @@ def test_recorded_equals_teacher_forced_across_chunks_refills_and_turns(versions
   trajectories = run(engine(temperature=temperature), prompts(10), lambda chunk: versions[0])
   assert max(t.turns for t in trajectories) == 3
   for trajectory in trajectories:
-    logprob, entropy = teacher_forced(trajectory, versions[0].params, temperature)
-    mask = trajectory.mask
-    np.testing.assert_allclose(trajectory.logprob[mask], logprob[mask], atol=1e-4)
-    np.testing.assert_allclose(trajectory.entropy[mask], entropy[mask], atol=1e-4)
+    wanted = teacher_forced(trajectory, versions[0].params, temperature)
+    check_record(trajectory, [values[trajectory.mask] for values in wanted])
 
 
 @pytest.mark.parametrize("rebuild", [True, False])
@@ -80,18 +84,17 @@ def test_every_token_is_scored_under_its_own_version_after_a_switch_in_flight(ve
     mask = trajectory.mask
     if rebuild:
       by_version = {v: teacher_forced(trajectory, params, 0.7) for v, params in params_of.items()}
-      wanted = [[by_version[int(trajectory.version[i])][k][i] for i in np.flatnonzero(mask)] for k in (0, 1)]
+      wanted = [[by_version[int(trajectory.version[i])][k][i] for i in np.flatnonzero(mask)] for k in range(3)]
     else:
       wanted = [values[mask] for values in stepwise(trajectory, params_of, 0.7)]
-    np.testing.assert_allclose(trajectory.logprob[mask], wanted[0], atol=1e-4)
-    np.testing.assert_allclose(trajectory.entropy[mask], wanted[1], atol=1e-4)
+    check_record(trajectory, wanted)
 
 
 def test_prompt_and_environment_tokens_carry_nothing(versions):
   """Fails if an observation is marked as sampled, or a refilled slot leaks its predecessor's record."""
   for trajectory in run(engine(), prompts(10), lambda chunk: versions[0]):
     outside = ~trajectory.mask
-    assert (trajectory.logprob[outside] == 0).all() and (trajectory.entropy[outside] == 0).all()
+    assert not any(getattr(trajectory, name)[outside].any() for name in ("logprob", "entropy", "gini"))
     assert (trajectory.version[outside] == NO_VERSION).all()
     assert (trajectory.version[trajectory.mask] == 0).all()
     assert not trajectory.mask[0]

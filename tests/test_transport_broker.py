@@ -37,6 +37,7 @@ def answers(group: int, version: int, policy_tokens: int = 2) -> list[Trajectory
       mask=mask,
       logprob=np.where(mask, np.float32(-0.5), np.float32(0)),
       entropy=np.where(mask, np.float32(0.7), np.float32(0)),
+      gini=np.where(mask, np.float32(0.4), np.float32(0)),
       version=np.where(mask, version, NO_VERSION).astype(np.int32),
       reward=1.0,
       prompt_id=prompt.id,
@@ -249,6 +250,7 @@ def test_wait_cannot_skip_a_batch():
   [
     ("entropy", lambda t: dataclasses.replace(t, entropy=np.array([0, np.nan, 1], np.float32))),
     ("entropy", lambda t: dataclasses.replace(t, entropy=np.zeros(0, np.float32))),
+    ("gini", lambda t: dataclasses.replace(t, gini=np.array([0, np.inf, 1], np.float32))),
     ("logprob", lambda t: dataclasses.replace(t, logprob=np.array([0, np.nan, 1], np.float32))),
     ("logprob", lambda t: dataclasses.replace(t, logprob=np.zeros(2, np.float32))),
     ("mask", lambda t: dataclasses.replace(t, mask=np.zeros(3, bool))),

@@ -37,6 +37,7 @@ def answer(prompt: Prompt, version: int) -> list[Trajectory]:
       mask=mask,
       logprob=np.where(mask, np.float32(-np.inf), np.float32(0)),
       entropy=np.where(mask, np.float32(0.25), np.float32(0)),
+      gini=np.where(mask, np.float32(0.125), np.float32(0)),
       version=np.where(mask, version, NO_VERSION).astype(np.int32),
       reward=1.0,
       prompt_id=prompt.id,

@@ -28,6 +28,7 @@ def trajectories(draw) -> Trajectory:
     mask=array(np.bool_),
     logprob=array(np.float32),  # NaN, infinities, -0.0 and subnormals included
     entropy=array(np.float32),
+    gini=array(np.float32),
     version=array(np.int32),
     reward=draw(st.floats()),
     prompt_id=draw(INT64),
@@ -62,9 +63,9 @@ def test_a_trajectory_survives_bit_for_bit(trajectory):
 
 
 def test_minus_infinity_survives():
-  one = np.array([-np.inf], np.float32)
+  one, zero = np.array([-np.inf], np.float32), np.zeros(1, np.float32)
   mask, ids = np.array([True]), np.array([3], np.int32)
-  sent = Trajectory(ids, mask, one, np.zeros(1, np.float32), ids, 0.5, 1, 2, "t", "stop", 1, 0.1)
+  sent = Trajectory(ids, mask, one, zero, zero, ids, 0.5, 1, 2, "t", "stop", 1, 0.1)
   assert wire.trajectory_from_message(wire.trajectory_to_message(sent)).logprob[0] == -np.inf
 
 
@@ -78,7 +79,8 @@ def test_a_prompt_survives_bit_for_bit(tokens, number, text):
 def test_a_wrong_type_is_refused_by_name_not_cast():
   """Fails if a float64 log-prob is rounded in silence."""
   mask, ids = np.array([True]), np.array([3], np.int32)
-  bad = Trajectory(ids, mask, np.zeros(1), np.zeros(1, np.float32), ids, 0.0, 0, 0, "t", "stop", 1, 0.1)
+  zero = np.zeros(1, np.float32)
+  bad = Trajectory(ids, mask, np.zeros(1), zero, zero, ids, 0.0, 0, 0, "t", "stop", 1, 0.1)
   with pytest.raises(ValueError, match="logprob has to be float32"):
     wire.trajectory_to_message(bad)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from estr_jax.objective.advantages import group_advantage
-from estr_jax.structs import NO_VERSION, Batch, Mean, Trajectory
+from estr_jax.objective.advantages import ESTIMATORS
+from estr_jax.structs import Batch, Mean, Trajectory
 
 STALENESS_BINS = 65  # a histogram counts 0, 1, ... versions; its last bin is "or more"
 
@@ -17,10 +17,11 @@ _Placed = tuple[Trajectory, float]  # a trajectory and the advantage of its poli
 
 def assemble(
   groups: Sequence[Sequence[Trajectory]],
+  target_version: int,
   *,
   rows: int,
   length: int,
-  advantage_scale: str,
+  advantage: str,
   advantage_eps: float,
   pack: bool,
 ) -> Batch:
@@ -30,29 +31,38 @@ def assemble(
   in the order of prompt ids, packed rows are filled first-fit-decreasing by length, ties by prompt id.
 
   Args:
-    groups: the trajectories of each prompt group; the advantage is relative to the group.
+    groups: the trajectories of each prompt group, as many of each.
+    target_version: the version of the weights that the update starts from.
     rows: B. With `pack` False one trajectory a row, and rows left over are padding.
     length: T, tokens.
-    advantage_scale: of `group_advantage`, "std" or "none".
-    advantage_eps: of `group_advantage`, added to the standard deviation.
+    advantage: a key of `advantages.ESTIMATORS`.
+    advantage_eps: added to its standard deviation.
     pack: whether a row may hold several trajectories, each its own segment.
 
   Raises:
     ValueError: a trajectory longer than `length`, one whose first token claims to be sampled (nothing
       predicts it), the same prompt id twice, or more trajectories than fit.
   """
-  placed: list[_Placed] = []
-  for group in groups:
-    ordered = sorted(group, key=lambda trajectory: trajectory.prompt_id)
-    reward_GN = np.asarray([[trajectory.reward for trajectory in ordered]], np.float32)
-    advantage_N = group_advantage(reward_GN, scale=advantage_scale, eps=advantage_eps)[0]
-    placed.extend(zip(ordered, map(float, advantage_N)))
-  placed.sort(key=lambda item: item[0].prompt_id)
+  placed = _advantages(groups, advantage, advantage_eps)
   _check(placed, length)
   layout = _first_fit_decreasing(placed, length) if pack else [[item] for item in placed]
   if len(layout) > rows:
     raise ValueError(f"{len(placed)} trajectories need {len(layout)} rows of {length} tokens and the batch has {rows}")
-  return _fill(layout, rows, length)
+  return _fill(layout, rows, length, target_version)
+
+
+def _advantages(groups: Sequence[Sequence[Trajectory]], advantage: str, eps: float) -> list[_Placed]:
+  """By prompt id, so that the order of arrival leaves no trace in a sum."""
+  ordered = [sorted(group, key=lambda trajectory: trajectory.prompt_id) for group in groups if group]
+  ordered.sort(key=lambda group: group[0].prompt_id)
+  if len({len(group) for group in ordered}) > 1:
+    raise ValueError(f"groups of one batch have as many trajectories each, not {[len(group) for group in ordered]}")
+  if not ordered:
+    return []
+  reward_GN = np.asarray([[trajectory.reward for trajectory in group] for group in ordered], np.float64)
+  advantage_GN = ESTIMATORS[advantage](reward_GN, eps).astype(np.float32)
+  placed = [item for group, row_N in zip(ordered, advantage_GN) for item in zip(group, map(float, row_N))]
+  return sorted(placed, key=lambda item: item[0].prompt_id)
 
 
 def _check(placed: Sequence[_Placed], length: int) -> None:
@@ -82,15 +92,19 @@ def _first_fit_decreasing(placed: Sequence[_Placed], length: int) -> list[list[_
   return layout
 
 
-def _fill(layout: Sequence[Sequence[_Placed]], rows: int, length: int) -> Batch:
+def _fill(layout: Sequence[Sequence[_Placed]], rows: int, length: int, target_version: int) -> Batch:
   shape = (rows, length)
+  prompts = sorted({trajectory.group for items in layout for trajectory, _ in items})
   batch = Batch(
     tokens=np.zeros(shape, np.int32),
     mask=np.zeros(shape, bool),
     logprob=np.zeros(shape, np.float32),
     entropy=np.zeros(shape, np.float32),
-    version=np.full(shape, NO_VERSION, np.int32),
+    gini=np.zeros(shape, np.float32),
+    staleness=np.zeros(shape, np.int32),
     segment=np.zeros(shape, np.int32),
+    group=np.zeros(shape, np.int32),
+    reward=np.zeros(shape, np.float32),
     advantage=np.zeros(shape, np.float32),
   )
   for row, items in enumerate(layout):
@@ -101,8 +115,11 @@ def _fill(layout: Sequence[Sequence[_Placed]], rows: int, length: int) -> Batch:
       batch.mask[span] = trajectory.mask
       batch.logprob[span] = trajectory.logprob
       batch.entropy[span] = trajectory.entropy
-      batch.version[span] = trajectory.version
+      batch.gini[span] = trajectory.gini
+      batch.staleness[span] = np.where(trajectory.mask, target_version - trajectory.version, 0)
       batch.segment[span] = segment
+      batch.group[span] = 1 + prompts.index(trajectory.group)
+      batch.reward[span] = trajectory.reward
       batch.advantage[span] = np.where(trajectory.mask, advantage, 0)
       start += len(trajectory.tokens)
   return batch

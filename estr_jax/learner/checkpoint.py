@@ -1,6 +1,7 @@
 """Checkpoints of the train state, and of bare parameters. Orbax is known here only."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import shutil
@@ -147,7 +148,7 @@ def load_params(folder: str | os.PathLike, abstract: Params) -> Params:
 
 
 def _as_dict(state: TrainState) -> dict[str, Any]:
-  return {"step": state.step, "params": state.params, "opt_state": state.opt_state}
+  return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
 
 
 def _restore_tree(folder: Path, abstract: dict[str, Any]) -> dict[str, Any]:

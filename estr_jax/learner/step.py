@@ -1,6 +1,9 @@
 """The train step: score a batch, take the loss, accumulate gradients, update; jitted once over a mesh."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,33 +17,43 @@ from estr_jax.learner.optimizer import learning_rate
 from estr_jax.model import decoder
 from estr_jax.model.decoder import DecoderConfig
 from estr_jax.model.sharding import BATCH_SPEC, shardings
+from estr_jax.objective.aggregation import AGGREGATIONS, reduce
 from estr_jax.objective.diagnostics import diagnose
-from estr_jax.objective.losses import reduce
+from estr_jax.objective.losses import Loss, needs
+from estr_jax.objective.penalties import adapt_coefficient, entropy_bonus, kl_penalty
 from estr_jax.objective.scoring import score
-from estr_jax.structs import Batch, Mean, Params, TokenLoss, TrainState
+from estr_jax.objective.sequence_weights import effective_share, sequence_weight_sums
+from estr_jax.structs import Batch, Mean, Params, Scores, TrainState
 
-Loss = Callable[[jax.Array, Batch], TokenLoss]
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Mean]]]  # jitted
+TrainStep = Callable[[TrainState, Batch, "Hyper"], tuple[TrainState, dict[str, Mean]]]  # jitted
 ScoreStep = Callable[[Params, Batch], jax.Array]  # jitted
 
 
 def abstract_state(model: DecoderConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
   """Shape, dtype and sharding of every leaf of the train state, without computing one."""
   params = decoder.abstract_params(model)
-  state = jax.eval_shape(lambda p: TrainState(jnp.int32(0), p, optimizer.init(p)), params)
+  state = jax.eval_shape(lambda p: TrainState(jnp.int32(0), jnp.float32(0), p, optimizer.init(p)), params)
   return jax.tree.map(
     lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state, shardings(state, mesh)
   )
 
 
-def init_state(model: DecoderConfig, optimizer: optax.GradientTransformation, params: Params, mesh: Mesh) -> TrainState:
+def init_state(
+  model: DecoderConfig,
+  optimizer: optax.GradientTransformation,
+  params: Params,
+  mesh: Mesh,
+  *,
+  entropy_coefficient: float,
+) -> TrainState:
   """Version 0: `params` and a fresh optimizer state, placed by the sharding rules.
 
   The state owns its buffers, so donating it to the train step leaves `params` usable.
   """
   places = _places(abstract_state(model, optimizer, mesh))
   create = jax.jit(
-    lambda p: TrainState(jnp.int32(0), jax.tree.map(jnp.copy, p), optimizer.init(p)), out_shardings=places
+    lambda p: TrainState(jnp.int32(0), jnp.float32(entropy_coefficient), jax.tree.map(jnp.copy, p), optimizer.init(p)),
+    out_shardings=places,
   )
   return create(params)
 
@@ -51,14 +64,14 @@ def _places(tree):
 
 def score_tokens(
   model: DecoderConfig, params: Params, tokens_BT: jax.Array, segment_BT: jax.Array, *, temperature: float, chunk: int
-) -> tuple[jax.Array, jax.Array]:
-  """The learner's log-prob and entropy of every token given those before it in its segment.
+) -> Scores:
+  """The learner's scores of every token given those before it in its segment.
 
   The hidden state at t - 1 scores token t, so the results are aligned with the tokens; both are 0 at the
   first token of a segment and at padding.
 
   Returns:
-    (logprob_BT, entropy_BT), f32, nats, at `temperature`.
+    f32 [B, T] each, at `temperature`.
   """
   hidden_BTD = decoder.forward(model, params, tokens_BT, segment_BT)
   # Rolled rather than cut, so that T stays a size that divides well; the wrapped column is dropped below.
@@ -66,12 +79,11 @@ def score_tokens(
   scores = score(hidden_BTD, decoder.head_kernel(model, params), target_BT, temperature=temperature, chunk=chunk)
   index_T = jnp.arange(tokens_BT.shape[1])
   follows_BT = (segment_BT == jnp.roll(segment_BT, 1, axis=1)) & (segment_BT > 0) & (index_T > 0)
-  logprob_BT, entropy_BT = (jnp.where(follows_BT, jnp.roll(value, 1, axis=1), 0.0) for value in scores)
-  return logprob_BT, entropy_BT
+  return jax.tree.map(lambda value_BT: jnp.where(follows_BT, jnp.roll(value_BT, 1, axis=1), 0.0), scores)
 
 
-def _split(batch: Batch, microbatches: int, mesh: Mesh) -> Batch:
-  """[B, T] -> [M, B / M, T], interleaved so that every device keeps the rows that it holds."""
+def _split(tree: Any, microbatches: int, mesh: Mesh) -> Any:
+  """Every [B, T] -> [M, B / M, T], interleaved so that every device keeps the rows that it holds."""
   place = NamedSharding(mesh, P(None, *BATCH_SPEC))
 
   def split(array_BT: jax.Array) -> jax.Array:
@@ -79,7 +91,7 @@ def _split(batch: Batch, microbatches: int, mesh: Mesh) -> Batch:
     parts = array_BT.reshape(rows // microbatches, microbatches, length).swapaxes(0, 1)
     return jax.lax.with_sharding_constraint(parts, place)
 
-  return jax.tree.map(split, batch)
+  return jax.tree.map(split, tree)
 
 
 def _check_rows(rows: int, microbatches: int, mesh: Mesh) -> None:
@@ -91,9 +103,36 @@ def _check_rows(rows: int, microbatches: int, mesh: Mesh) -> None:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """What the update minimises: the static half. Its numbers arrive as `Hyper`, traced."""
+
+  loss: Loss  # (policy, batch, **hyper) -> TokenLoss, its strings bound
+  aggregation: str  # of aggregation.AGGREGATIONS
+  aggregation_tokens: float  # the constant of "sequence_sum"
+  entropy_bonus: bool  # whether the coefficient in the state can be above 0
+  kl: tuple[str, str] | None  # (estimator, anchor) of penalties.kl_penalty
+  ess_step: bool  # whether the update is scaled by sqrt(effective sample size / sequences), as in VCPO
+
+  def reads(self, name: str, hyper: "Hyper") -> bool:
+    """Whether "proximal" or "reference" of the batch, or "entropy" of the policy, has to be computed for it."""
+    of_terms = {"entropy": self.entropy_bonus}.get(name, self.kl is not None and self.kl[1] == name)
+    return of_terms or needs(functools.partial(self.loss, **hyper.loss), name)
+
+
+class Hyper(NamedTuple):
+  """The numbers of an objective, f32 scalars: traced, so that one compiled step serves all of them."""
+
+  loss: Mapping[str, float]
+  kl_coefficient: float
+  entropy_target: float  # nats; -inf lets the coefficient of the bonus stay as it is
+  entropy_step: float
+  entropy_largest: float
+
+
 def make_train_step(
   model: DecoderConfig,
-  loss: Loss,
+  objective: Objective,
   optimizer: optax.GradientTransformation,
   *,
   mesh: Mesh,
@@ -102,15 +141,15 @@ def make_train_step(
   score_chunk: int,
   diagnostics: bool,
 ) -> TrainStep:
-  """Builds the jitted `(state, batch) -> (state, metrics)`.
+  """Builds the jitted `(state, batch, hyper) -> (state, metrics)`.
 
   The state is donated: its buffers are gone after the call, so whoever keeps old weights copies them first.
-  Gradients accumulate in float32 over the microbatches, and every microbatch is divided by the number of
-  policy tokens of the WHOLE batch, so the split changes nothing.
+  Gradients accumulate in float32 over the microbatches, and every token is weighed as a part of the WHOLE batch, so
+  the split changes nothing (but for losses of group or batch scope, which see one microbatch at a time).
 
   Args:
     model: the decoder.
-    loss: from log-probs and a batch to a `TokenLoss`.
+    objective: what is minimised.
     optimizer: of `optimizer.make`.
     mesh: rows are split over data and fsdp, parameters by the rules of model/sharding.py.
     microbatches: M; B must be a multiple of M x data x fsdp.
@@ -119,63 +158,97 @@ def make_train_step(
     diagnostics: whether the metrics hold everything of `objective.diagnostics`.
 
   Returns:
-    The step. Metrics: `loss/objective`, `optimizer/*`, `policy/max_abs_delta` (over tokens with a finite
-    stored log-prob), and with `diagnostics` those of `diagnose`.
+    The step. Metrics: `loss/objective`, `loss/penalty`, `loss/entropy_coefficient`, `optimizer/*`,
+    `policy/max_abs_delta` (over tokens with a finite stored log-prob), and with `diagnostics` those of `diagnose`.
   """
   places = _places(abstract_state(model, optimizer, mesh))
 
-  def microbatch_loss(params: Params, batch: Batch, denominator: jax.Array):
-    logprob_BT, entropy_BT = score_tokens(
-      model, params, batch.tokens, batch.segment, temperature=temperature, chunk=score_chunk
-    )
-    token_loss = loss(logprob_BT, batch)
-    delta_BT = jnp.abs(jax.lax.stop_gradient(logprob_BT) - batch.logprob)
+  def microbatch_loss(params: Params, batch: Batch, weight_BT: jax.Array, hyper: Hyper, coefficient: jax.Array):
+    policy = score_tokens(model, params, batch.tokens, batch.segment, temperature=temperature, chunk=score_chunk)
+    token_loss = objective.loss(policy, batch, **hyper.loss)
+    value = reduce(token_loss.value, weight_BT)
+    penalty_BT = jnp.zeros_like(policy.logprob)
+    if objective.entropy_bonus:
+      penalty_BT += coefficient * entropy_bonus(policy)
+    if objective.kl is not None:
+      estimator, anchor = objective.kl
+      penalty_BT += hyper.kl_coefficient * kl_penalty(policy, batch, estimator=estimator, anchor=anchor)
+    penalty = reduce(jnp.where(batch.mask, penalty_BT, 0.0), weight_BT)
+    delta_BT = jnp.abs(jax.lax.stop_gradient(policy.logprob) - batch.logprob)
     largest = jnp.max(jnp.where(batch.mask & jnp.isfinite(delta_BT), delta_BT, 0.0))
-    metrics = diagnose(logprob_BT, entropy_BT, batch, token_loss) if diagnostics else {}
-    return reduce(token_loss, denominator), (metrics, largest)
+    sums = {"loss/objective": value, "loss/penalty": penalty}
+    if objective.ess_step:
+      sums["weights"] = sequence_weight_sums(policy, batch)
+    metrics = diagnose(policy, batch, token_loss) if diagnostics else {}
+    return value + penalty, (metrics, sums, largest)
 
-  def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Mean]]:
+  def step(state: TrainState, batch: Batch, hyper: Hyper) -> tuple[TrainState, dict[str, Mean]]:
     _check_rows(batch.tokens.shape[0], microbatches, mesh)
-    denominator = jnp.maximum(batch.mask.sum(), 1).astype(jnp.float32)
+    weight_BT = AGGREGATIONS[objective.aggregation](batch, objective.aggregation_tokens)
+    coefficient, following = _entropy_coefficients(state.entropy_coefficient, batch, hyper)
 
-    def accumulate(carry, part: Batch):
-      objective, gradient = carry
-      (value, aux), new = jax.value_and_grad(microbatch_loss, has_aux=True)(state.params, part, denominator)
+    def accumulate(gradient, parts: tuple[Batch, jax.Array]):
+      part, weight = parts
+      new, aux = jax.grad(microbatch_loss, has_aux=True)(state.params, part, weight, hyper, coefficient)
       gradient = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), gradient, new)
-      return (objective + value, jax.lax.with_sharding_constraint(gradient, places.params)), aux
+      return jax.lax.with_sharding_constraint(gradient, places.params), aux
 
-    nothing = (jnp.float32(0), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.params))
-    parts = _split(batch, microbatches, mesh)
-    (objective, gradient), (stacked, largest_M) = jax.lax.scan(accumulate, nothing, parts)
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.params)
+    parts = _split((batch, weight_BT), microbatches, mesh)
+    gradient, (stacked, sums_M, largest_M) = jax.lax.scan(accumulate, nothing, parts)
+    metrics, sums = jax.tree.map(lambda array_M: array_M.sum(axis=0), (stacked, sums_M))  # totals and counts of Means
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-    metrics = jax.tree.map(lambda array_M: array_M.sum(axis=0), stacked)  # totals and counts of Means
+    rate = learning_rate(opt_state)
+    if objective.ess_step:
+      scale = jnp.sqrt(effective_share(*sums.pop("weights")))
+      updates, rate = jax.tree.map(lambda leaf: scale * leaf, updates), scale * rate
     once = jnp.float32(1)
-    metrics["loss/objective"] = Mean(objective * denominator, denominator)
+    metrics |= {name: Mean(total, once) for name, total in sums.items()}
+    metrics["loss/entropy_coefficient"] = Mean(coefficient, once)
     metrics["policy/max_abs_delta"] = Mean(largest_M.max(), once)
     metrics["optimizer/gradient_norm"] = Mean(optax.tree.norm(gradient), once)
-    metrics["optimizer/learning_rate"] = Mean(learning_rate(opt_state), once)
-    return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
+    metrics["optimizer/learning_rate"] = Mean(rate, once)
+    return TrainState(state.step + 1, following, optax.apply_updates(state.params, updates), opt_state), metrics
 
+  everywhere = NamedSharding(mesh, P())
   return jax.jit(
     step,
     donate_argnums=0,
-    in_shardings=(places, NamedSharding(mesh, BATCH_SPEC)),
-    out_shardings=(places, NamedSharding(mesh, P())),
+    in_shardings=(places, NamedSharding(mesh, BATCH_SPEC), everywhere),
+    out_shardings=(places, everywhere),
   )
+
+
+def _entropy_coefficients(coefficient: jax.Array, batch: Batch, hyper: Hyper) -> tuple[jax.Array, jax.Array]:
+  """(what multiplies the bonus in this update, what the state carries on); by the recorded entropy of the batch."""
+  tokens = jnp.maximum(jnp.sum(batch.mask), 1)
+  entropy = jnp.sum(jnp.where(batch.mask, batch.entropy, 0.0)) / tokens
+  adapted, acting = adapt_coefficient(
+    coefficient,
+    entropy,
+    target=hyper.entropy_target,
+    step=hyper.entropy_step,
+    largest=hyper.entropy_largest,
+  )
+  adaptive = hyper.entropy_target > -jnp.inf
+  return jnp.where(adaptive, acting, coefficient), jnp.where(adaptive, adapted, coefficient)
 
 
 def make_score_step(
   model: DecoderConfig, *, mesh: Mesh, microbatches: int, temperature: float, score_chunk: int
 ) -> ScoreStep:
-  """Builds the jitted `(params, batch) -> logprob_BT` f32, for `batch.proximal`: log q under the weights before an
-  update. Needed only where `triangle.needs_proximal(edge)`; the arguments are those of `make_train_step`."""
+  """Builds the jitted `(params, batch) -> logprob_BT` f32, for `batch.proximal`, log q under the weights before
+  an update, and for `batch.reference`. Needed only where `losses.needs` says so.
+
+  The arguments are those of `make_train_step`.
+  """
   abstract = decoder.abstract_params(model)
 
   def step(params: Params, batch: Batch) -> jax.Array:
     _check_rows(batch.tokens.shape[0], microbatches, mesh)
 
     def one(part: Batch) -> jax.Array:
-      return score_tokens(model, params, part.tokens, part.segment, temperature=temperature, chunk=score_chunk)[0]
+      return score_tokens(model, params, part.tokens, part.segment, temperature=temperature, chunk=score_chunk).logprob
 
     return jax.lax.map(one, _split(batch, microbatches, mesh)).swapaxes(0, 1).reshape(batch.tokens.shape)
 

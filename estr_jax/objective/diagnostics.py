@@ -5,18 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from estr_jax.objective.surrogates import MAX_LOG_RATIO
-from estr_jax.structs import Batch, Mean, TokenLoss
+from estr_jax.structs import Batch, Mean, Scores, TokenLoss
 
 # Bins of the behaviour entropy, nats. Fine near zero, where a fixed band and ESTR's differ most.
 ENTROPY_EDGES = np.array([0.0, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.2, 0.4, 0.7, 1.0, 1.4, 2.0, 3.0, 20.0])
 
 
-def diagnose(logprob_BT: jax.Array, entropy_BT: jax.Array, batch: Batch, token_loss: TokenLoss) -> dict[str, Mean]:
+def diagnose(policy: Scores, batch: Batch, token_loss: TokenLoss) -> dict[str, Mean]:
   """Means over the policy tokens of a batch.
 
   Args:
-    logprob_BT: log pi under the weights before the update.
-    entropy_BT: the learner's entropy, nats.
+    policy: the learner's scores under the weights before the update, entropy included.
     batch: the batch.
     token_loss: what the loss returned for it.
 
@@ -25,7 +24,7 @@ def diagnose(logprob_BT: jax.Array, entropy_BT: jax.Array, batch: Batch, token_l
     fractions, and not in the moments of delta.
   """
   mask = batch.mask
-  delta = jax.lax.stop_gradient(logprob_BT - batch.logprob)
+  delta = jax.lax.stop_gradient(policy.logprob - batch.logprob)
   finite = mask & jnp.isfinite(delta)
   delta = jnp.where(finite, delta, 0.0)
   bounded = jnp.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -43,7 +42,7 @@ def diagnose(logprob_BT: jax.Array, entropy_BT: jax.Array, batch: Batch, token_l
     "loss/mask_fraction": mean(~token_loss.keep, mask),
     "loss/clip_fraction": mean(token_loss.clipped, mask),
     "policy/entropy": mean(batch.entropy, mask),
-    "policy/learner_entropy": mean(jax.lax.stop_gradient(entropy_BT), mask),
+    "policy/learner_entropy": mean(jax.lax.stop_gradient(policy.entropy), mask),
     "policy/rollout_kl": mean(kl, finite),
     "policy/abs_delta": mean(jnp.abs(delta), finite),
     "policy/ratio": mean(ratio, finite),

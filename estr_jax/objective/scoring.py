@@ -1,15 +1,15 @@
 """The one definition of a token's log-prob and of a policy's entropy, shared by sampler and learner."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
+from estr_jax.structs import Scores
 
-def score_logits(logits_V: jax.Array, targets: jax.Array, *, temperature: float) -> tuple[jax.Array, jax.Array]:
-  """Log-prob of the targets and full-vocabulary entropy of softmax(logits / temperature), in nats.
 
-  Both are taken after the temperature, of the whole vocabulary and in float32: a top-k entropy or one of the
+def score_logits(logits_V: jax.Array, targets: jax.Array, *, temperature: float) -> Scores:
+  """Log-prob of the targets, full-vocabulary entropy and Gini impurity of softmax(logits / temperature).
+
+  All are taken after the temperature, of the whole vocabulary and in float32: a top-k entropy or one of the
   unscaled logits would silently rescale the trust region.
 
   Args:
@@ -18,16 +18,16 @@ def score_logits(logits_V: jax.Array, targets: jax.Array, *, temperature: float)
     temperature: of the sampling distribution, above 0.
 
   Returns:
-    (logprob, entropy), float32 [...]; log-probs are at most 0. The entropy carries no gradient.
+    float32 [...] each; log-probs and entropies in nats. The Gini impurity carries no gradient.
   """
   logprob_V = jax.nn.log_softmax(logits_V.astype(jnp.float32) / temperature, axis=-1)
   # A masked sum instead of a gather: its gradient is no scatter, and a vocabulary that is sharded stays where it is.
   hit_V = targets[..., None] == jnp.arange(logits_V.shape[-1])
   logprob = jnp.sum(jnp.where(hit_V, logprob_V, 0.0), axis=-1)
-  frozen_V = jax.lax.stop_gradient(logprob_V)
-  probability_V = jnp.exp(frozen_V)
-  entropy = -jnp.sum(jnp.where(probability_V > 0, probability_V * frozen_V, 0.0), axis=-1)
-  return jnp.minimum(logprob, 0.0), entropy
+  probability_V = jnp.exp(logprob_V)
+  entropy = -jnp.sum(probability_V * jnp.where(probability_V > 0, logprob_V, 0.0), axis=-1)
+  gini = 1 - jnp.sum(jnp.square(jax.lax.stop_gradient(probability_V)), axis=-1)
+  return Scores(jnp.minimum(logprob, 0.0), entropy, gini)
 
 
 def logits(hidden_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
@@ -37,7 +37,7 @@ def logits(hidden_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
 
 def score(
   hidden_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, *, temperature: float, chunk: int
-) -> tuple[jax.Array, jax.Array]:
+) -> Scores:
   """`score_logits` from hidden states, `chunk` tokens of every sequence at a time.
 
   At most [B, chunk, V] logits live at once, forward and backward: each chunk is recomputed in the backward pass.
@@ -50,7 +50,7 @@ def score(
     chunk: tokens along T; T is padded to a multiple of it.
 
   Returns:
-    (logprob_BT, entropy_BT), float32.
+    float32 [B, T] each.
   """
   B, T, D = hidden_BTD.shape
   if chunk >= T:  # nothing to save
@@ -67,6 +67,5 @@ def score(
     hidden_BCD, targets_BC = args
     return score_logits(logits(hidden_BCD, head_DV), targets_BC, temperature=temperature)
 
-  logprob, entropy = jax.lax.map(one, (hidden, targets))
-  unchunk = functools.partial(jnp.reshape, shape=(B, T + pad))
-  return unchunk(logprob.swapaxes(0, 1))[:, :T], unchunk(entropy.swapaxes(0, 1))[:, :T]
+  scores = jax.lax.map(one, (hidden, targets))
+  return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(B, T + pad)[:, :T], scores)

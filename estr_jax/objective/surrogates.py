@@ -18,9 +18,11 @@ def clipped_surrogate(
     clip_low, clip_high: distances from 1; DAPO's clip-higher (arXiv 2503.14476) is clip_high > clip_low.
 
   Returns:
-    (objective, clipped), [B, T]; `clipped` where the clip took the gradient away, which is outward moves only.
+    (objective, clipped), [B, T]; `clipped` where the clip took the gradient away, which is outward moves only, or
+    the ratio is past exp(MAX_LOG_RATIO).
   """
   ratio = jnp.exp(jnp.clip(log_ratio_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO))
   bounded = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
   clipped = jnp.where(advantage_BT >= 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
+  clipped |= jnp.abs(log_ratio_BT) > MAX_LOG_RATIO
   return jnp.minimum(ratio * advantage_BT, bounded * advantage_BT), clipped & (advantage_BT != 0)

@@ -11,11 +11,26 @@ The edge decides the result: with one update per batch pi = q, so U is 1 for eve
 importance weight acts.
 """
 
+from typing import TypeVar
+
 import jax
 
 from estr_jax.structs import Batch
 
 EDGES = ("direct", "proximal")  # the edges that a clipped surrogate may live on; B does not move with theta
+
+T = TypeVar("T")
+
+
+class MissingInput(ValueError):
+  """A loss asked for something that this batch or these scores do not carry."""
+
+
+def required(value: T | None, name: str) -> T:
+  """`value`, or MissingInput where it is None."""
+  if value is None:
+    raise MissingInput(f"this loss needs {name}, which was not computed")
+  return value
 
 
 def log_ratio(logprob_BT: jax.Array, batch: Batch, edge: str) -> jax.Array:
@@ -32,12 +47,10 @@ def log_behaviour_ratio(batch: Batch) -> jax.Array:
   return _proximal(batch) - batch.logprob
 
 
-def needs_proximal(edge: str) -> bool:
-  """Whether the batch must carry the learner's recomputed log q."""
-  return edge == "proximal"
+def log_reference_ratio(logprob_BT: jax.Array, batch: Batch) -> jax.Array:
+  """log pi - log of the policy of version 0, f32 [B, T]."""
+  return logprob_BT - jax.lax.stop_gradient(required(batch.reference, "batch.reference"))
 
 
 def _proximal(batch: Batch) -> jax.Array:
-  if batch.proximal is None:
-    raise ValueError("this edge needs batch.proximal (log q): recompute it before the update")
-  return jax.lax.stop_gradient(batch.proximal)
+  return jax.lax.stop_gradient(required(batch.proximal, "batch.proximal"))

@@ -8,13 +8,17 @@ import jax
 import jax.numpy as jnp
 
 
-def entropy_scaled(log_ratio_BT: jax.Array, entropy_BT: jax.Array, *, tau: float, eps: float) -> jax.Array:
-  """ESTR (Zhao et al., arXiv 2607.22186): keep iff delta^2 / (H + eps) <= tau.
+def scaled_square(log_ratio_BT: jax.Array, scale_BT: jax.Array, *, eps: float, power: float) -> jax.Array:
+  """S = delta^2 / (scale + eps)^power, f32 [B, T], detached.
 
-  H is the behaviour policy's full-vocabulary entropy, recorded while sampling, in nats.
+  With the behaviour policy's entropy as the scale (nats) and power 1 it is ESTR's (Zhao et al., arXiv 2607.22186).
   """
-  delta = jax.lax.stop_gradient(log_ratio_BT)
-  return jnp.isfinite(delta) & (jnp.square(delta) <= tau * (entropy_BT + eps))
+  return jnp.square(jax.lax.stop_gradient(log_ratio_BT)) / jnp.power(scale_BT + eps, power)
+
+
+def at_most(score_BT: jax.Array, bound: float) -> jax.Array:
+  """keep iff the score is finite and at most `bound`, which may be inf."""
+  return jnp.isfinite(score_BT) & (score_BT <= bound)
 
 
 def ratio_band(log_ratio_BT: jax.Array, *, low: float, high: float) -> jax.Array:

@@ -15,7 +15,7 @@ from estr_jax.objective.diagnostics import effective_sample_size
 from estr_jax.observe.terminal import View
 from estr_jax.observe.writers import MetricsFile, Row, to_row
 from estr_jax.runtime.rollouts import Groups, Rollouts
-from estr_jax.structs import Batch, Mean, TrainState, Weights
+from estr_jax.structs import Batch, Mean, Params, TrainState, Weights
 
 Evaluate = Callable[[Weights, int], Mapping[str, float]]  # (weights, held-out prompts) -> eval/* metrics
 
@@ -24,10 +24,12 @@ Evaluate = Callable[[Weights, int], Mapping[str, float]]  # (weights, held-out p
 class Learner:
   """What an update needs."""
 
-  assemble: Callable[[Groups], Batch]
+  assemble: Callable[[Groups, int], Batch]  # of the version that the update starts from
   place: Callable[[Batch], Batch]  # onto the mesh
   train_step: step.TrainStep
-  score_step: step.ScoreStep | None  # where the loss's edge asks for log q
+  hyper: step.Hyper
+  score_step: step.ScoreStep | None  # where the objective asks for an anchor
+  anchors: frozenset[str]  # "proximal", "reference": what the objective reads of the batch besides the record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,7 @@ def learner_loop(
   learner: Learner,
   schedule: Schedule,
   *,
+  reference: Params | None,
   evaluate: Evaluate,
   checkpoints: Checkpoints,
   host_record: Mapping,
@@ -60,6 +63,7 @@ def learner_loop(
     rollouts: the source of batches; told of the weights of `state` first.
     learner: builds and applies updates.
     schedule: when to evaluate and to save.
+    reference: the weights of version 0, where `learner.anchors` has "reference".
     evaluate: of held-out prompts.
     checkpoints: of state, prompt cursor and `host_record`.
     host_record: JSON that a resumed run checks.
@@ -84,10 +88,12 @@ def learner_loop(
     taken = time.monotonic()
     if step.compilations(learner.train_step) == 0:
       view.phase("compiling the train step")
-    batch = learner.place(learner.assemble(groups))
-    if learner.score_step is not None:
+    batch = learner.place(learner.assemble(groups, version))
+    if "proximal" in learner.anchors:
       batch = dataclasses.replace(batch, proximal=learner.score_step(state.params, batch))
-    state, device_metrics = learner.train_step(state, batch)
+    if "reference" in learner.anchors:
+      batch = dataclasses.replace(batch, reference=learner.score_step(reference, batch))
+    state, device_metrics = learner.train_step(state, batch, learner.hyper)
     metrics = {**batching.staleness(groups, version), **jax.device_get(device_metrics)}
     trained = time.monotonic()
     version += 1

@@ -27,6 +27,7 @@ class Slots:
   mask: jax.Array  # bool [S, T]; sampled by the policy
   logprob: jax.Array  # f32 [S, T]
   entropy: jax.Array  # f32 [S, T], nats
+  gini: jax.Array  # f32 [S, T]
   version: jax.Array  # i32 [S, T]
   length: jax.Array  # i32 [S]; tokens present
   sampled: jax.Array  # i32 [S]; policy tokens among them
@@ -43,6 +44,7 @@ def empty(config: decoder.DecoderConfig, slots: int, context: int) -> Slots:
     mask=jnp.zeros(grid, bool),
     logprob=jnp.zeros(grid, jnp.float32),
     entropy=jnp.zeros(grid, jnp.float32),
+    gini=jnp.zeros(grid, jnp.float32),
     version=jnp.full(grid, NO_VERSION, jnp.int32),
     length=jnp.zeros(rows, jnp.int32),
     sampled=jnp.zeros(rows, jnp.int32),
@@ -96,6 +98,7 @@ def feed(
     mask=slots.mask.at[fresh_rows].set(False, mode="drop"),
     logprob=slots.logprob.at[fresh_rows].set(0.0, mode="drop"),
     entropy=slots.entropy.at[fresh_rows].set(0.0, mode="drop"),
+    gini=slots.gini.at[fresh_rows].set(0.0, mode="drop"),
     version=slots.version.at[fresh_rows].set(NO_VERSION, mode="drop"),
     length=slots.length.at[rows_R].set(start_R + count_R, mode="drop"),
     sampled=slots.sampled.at[fresh_rows].set(0, mode="drop"),
@@ -154,7 +157,7 @@ def decode(
     key: the run's sampling key.
     stop_ids: i32 [K], tokens that end a turn.
     limit: i32 [], policy tokens.
-    temperature: of the sampling distribution; the recorded log-prob and entropy are of that distribution.
+    temperature: of the sampling distribution; the recorded scores are of that distribution.
     steps: the chunk.
   """
   S, T = slots.tokens.shape
@@ -175,7 +178,7 @@ def decode(
     draw = jax.vmap(lambda k, p, row: jax.random.categorical(jax.random.fold_in(k, p), row / temperature))
     drawn_S = draw(key_S, slots.length, logits_SV)
     token_S = jnp.where(slots.greedy, jnp.argmax(logits_SV, axis=-1), drawn_S).astype(jnp.int32)
-    logprob_S, entropy_S = scoring.score_logits(logits_SV, token_S, temperature=temperature)
+    scores = scoring.score_logits(logits_SV, token_S, temperature=temperature)
 
     index = (rows_S, jnp.where(active_S, slots.length, T))
     length_S = slots.length + active_S
@@ -184,8 +187,9 @@ def decode(
       cache=cache,
       tokens=slots.tokens.at[index].set(token_S, mode="drop"),
       mask=slots.mask.at[index].set(True, mode="drop"),
-      logprob=slots.logprob.at[index].set(logprob_S, mode="drop"),
-      entropy=slots.entropy.at[index].set(entropy_S, mode="drop"),
+      logprob=slots.logprob.at[index].set(scores.logprob, mode="drop"),
+      entropy=slots.entropy.at[index].set(scores.entropy, mode="drop"),
+      gini=slots.gini.at[index].set(scores.gini, mode="drop"),
       version=slots.version.at[index].set(version, mode="drop"),
       length=length_S,
       sampled=slots.sampled + active_S,
@@ -210,6 +214,6 @@ def rebuild(config: decoder.DecoderConfig, params: Params, slots: Slots) -> Slot
 
 @jax.jit
 def read(slots: Slots, rows_R: jax.Array) -> tuple[jax.Array, ...]:
-  """(tokens, mask, logprob, entropy, version) of some slots, each [R, T]; rows out of range repeat the last."""
-  arrays = (slots.tokens, slots.mask, slots.logprob, slots.entropy, slots.version)
+  """(tokens, mask, logprob, entropy, gini, version) of some slots, each [R, T]; rows out of range repeat the last."""
+  arrays = (slots.tokens, slots.mask, slots.logprob, slots.entropy, slots.gini, slots.version)
   return tuple(array.at[rows_R].get(mode="clip") for array in arrays)

@@ -157,7 +157,7 @@ class Engine:
 
   def _end_turn(self, slot: int, arrays: list[np.ndarray]) -> Trajectory | None:
     """The environment's word after a turn of the policy: an observation to feed, or the finished trajectory."""
-    tokens, mask, logprob, entropy, version = arrays
+    tokens, mask, logprob, entropy, gini, version = arrays
     episode = self._episodes[slot]
     turn = tokens[episode.turn_start :]
     episode.turns.append(self._tokenizer.decode(turn))
@@ -180,6 +180,7 @@ class Engine:
       mask=mask,
       logprob=logprob,
       entropy=entropy,
+      gini=gini,
       version=version,
       reward=float(self._task.reward(episode.prompt.answer, episode.turns)),
       prompt_id=episode.prompt.id,

@@ -38,14 +38,15 @@ def check_group(trajectories: Sequence[Trajectory], prompt_ids: Collection[int])
 
 
 def _check_trajectory(t: Trajectory) -> None:
-  for name in ("mask", "logprob", "entropy", "version"):
+  for name in ("mask", "logprob", "entropy", "gini", "version"):
     length = len(getattr(t, name))
     if length != len(t.tokens):
       raise ValueError(f"{name} has length {length}, tokens {len(t.tokens)}")
   if not t.mask.any():
     raise ValueError("mask holds no policy token")
-  if not np.isfinite(t.entropy).all():
-    raise ValueError("entropy is not finite")
+  for name in ("entropy", "gini"):
+    if not np.isfinite(getattr(t, name)).all():
+      raise ValueError(f"{name} is not finite")
   # log mu = -inf is possible (a token that rounding made impossible); the losses handle it.
   if np.isnan(t.logprob).any() or np.isposinf(t.logprob).any():
     raise ValueError("logprob is NaN or +inf")

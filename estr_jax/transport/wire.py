@@ -11,8 +11,15 @@ from estr_jax.structs import Prompt, Trajectory
 from estr_jax.transport import estr_jax_pb2 as pb
 
 _I4, _F4, _U1 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
-_ARRAYS = {"tokens": _I4, "mask": _U1, "logprob": _F4, "entropy": _F4, "version": _I4}
-_TYPES = {"tokens": np.int32, "mask": np.bool_, "logprob": np.float32, "entropy": np.float32, "version": np.int32}
+_ARRAYS = {"tokens": _I4, "mask": _U1, "logprob": _F4, "entropy": _F4, "gini": _F4, "version": _I4}
+_TYPES = {
+  "tokens": np.int32,
+  "mask": np.bool_,
+  "logprob": np.float32,
+  "entropy": np.float32,
+  "gini": np.float32,
+  "version": np.int32,
+}
 
 
 def prompt_to_message(prompt: Prompt) -> pb.Prompt:
