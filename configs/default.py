@@ -35,6 +35,10 @@ def get_config() -> ConfigDict:
   c.model.qkv_bias = False
   c.model.qk_norm = True
   c.model.tied_head = True
+  c.model.experts = 0  # of every layer; 0 = dense layers of mlp_width
+  c.model.experts_per_token = 0
+  c.model.expert_mlp_width = 0
+  c.model.norm_topk_prob = False  # whether the weights of a token's experts sum to 1
   c.model.dtype = "float32"  # of the computation; parameters and scoring are float32
   c.model.remat = "none"  # none, dots, full: what the backward pass keeps of each layer
 
@@ -60,17 +64,49 @@ def get_config() -> ConfigDict:
   c.loss.kl.coefficient = 0.0
   c.loss.kl.estimator = "k2"  # k1, k2, k3; as a loss only k2 has the gradient of KL(pi || anchor)
   c.loss.kl.anchor = "reference"  # reference: the weights before the first update. proximal: q. direct: mu
-  # What each loss has of its own. eps is the paper's; tau is ours, the paper's is not known.
-  c.loss.estr = ConfigDict({"tau": 1.0, "eps": 0.01})
-  c.loss.estr_learner_entropy = ConfigDict({"tau": 1.0, "eps": 0.01})
-  c.loss.estr_gini = ConfigDict({"tau": 1.0, "eps": 0.01})
-  c.loss.estr_power = ConfigDict({"tau": 1.0, "eps": 0.01, "power": 0.5})
-  c.loss.estr_one_sided = ConfigDict({"tau": 1.0, "eps": 0.01})
-  c.loss.estr_soft = ConfigDict({"tau": 1.0, "eps": 0.01})
-  c.loss.fixed_width = ConfigDict({"width": 0.5})
-  c.loss.icepop = ConfigDict({"low": 0.5, "high": 5.0})
-  c.loss.kpop = ConfigDict({"phi": 0.1})
-  c.loss.ppo = ConfigDict()
+  # What each loss has of its own; it may take over a key above. Where docs/methods.md names a source, the values are
+  # that source's, except those marked "ours", which no public source gives.
+  own = {
+    "estr": {"tau": 1.0, "eps": 0.01},  # eps is the paper's; tau is ours
+    "estr_learner_entropy": {"tau": 1.0, "eps": 0.01},
+    "estr_gini": {"tau": 1.0, "eps": 0.01},
+    "estr_power": {"tau": 1.0, "eps": 0.01, "power": 0.5},
+    "estr_one_sided": {"tau": 1.0, "eps": 0.01},
+    "estr_soft": {"tau": 1.0, "eps": 0.01},
+    "fixed_width": {"width": 0.5},  # nats; ours
+    "ppo": {},
+    "dual_clip": {"dual": 3.0},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "gmpo": {"band": 0.4},  # of log r
+    "sapo": {"positive": 1.0, "negative": 1.05},
+    "stable_reinforce": {"ratio_low": 1e-3, "ratio_high": 1e3, "sigmas": 3.0},
+    "sat": {"clip_low": 0.2, "clip_high": 0.2, "quantile": 0.9},
+    "bandpo": {"divergence": "kl", "radius": 0.05},  # kl, tv, chi2
+    "gapo": {"clip_low": 0.2, "clip_high": 0.28},
+    "clip_cov": {"share": 2e-4, "low": 1.0, "high": 5.0},
+    "kl_cov": {"share": 2e-4, "coefficient": 0.1},
+    "icepop": {"low": 0.5, "high": 5.0},
+    "kpop": {"phi": 0.1},
+    "ipo": {"bound": 0.3},  # of a probability
+    "dppo_tv": {"bound": 0.15, "cap": 20.0},
+    "dppo_kl": {"bound": 0.15, "cap": 20.0},  # public ports take 0.05
+    "m2po": {"bound": 0.04},
+    "trm": {"divergence": "k3", "bound": 0.5},  # k3, vocabulary; nats; bound is ours
+    "opsm": {"bound": 0.1},  # nats a token; public ports take 1e-4
+    "tis": {"scope": "token", "cap": 2.0},  # token, sequence, geometric
+    "mis": {"scope": "token", "low": 0.5, "high": 2.0},  # geometric: 0.999 and 1.001
+    "decoupled": {},
+    "a3po": {},
+    "cispo": {"clip_low": 1.0, "clip_high": 0.28},  # 1.0: no lower bound; clip_high is ours
+    "gipo": {"width": 0.5},  # of log r; the source's run from 0.1 to 2
+    "vespo": {"positive_power": 2.0, "positive_decay": 3.0, "negative_power": 3.0, "negative_decay": 2.0},
+    "vcpo": {"cap": 8.0},
+    "asympo": {},
+    "stare": {"dual": 10.0, "boost": 1.1, "share": 0.1, "target": 0.3},  # target: nats
+    "score_centering": {"weight": "tis", "low": 0.5, "high": 2.0},  # one, tis, mis (then high = 5)
+  }
+  for name, hyper in own.items():
+    c.loss[name] = ConfigDict(hyper)
 
   c.advantage = ConfigDict()
   c.advantage.name = "grpo"  # of estr_jax.objective.advantages.ESTIMATORS
@@ -100,6 +136,8 @@ def get_config() -> ConfigDict:
   c.sampling.temperature = 1.0
   c.sampling.top_p = 1.0  # anything else is refused for training
   c.sampling.top_k = 0  # 0 is off; anything else is refused for training
+  # log mu of the whole vocabulary travels with every token: for vocabularies of up to 1,024, and what asks for it.
+  c.sampling.record_vocabulary = False
   c.sampling.rebuild_cache = False  # recompute the keys of unfinished sequences when new weights arrive
 
   c.staleness = ConfigDict()
@@ -125,6 +163,7 @@ def get_config() -> ConfigDict:
   c.mesh.data = 1
   c.mesh.fsdp = 1
   c.mesh.tensor = 1
+  c.mesh.expert = 1
 
   c.learner = ConfigDict()
   c.learner.score_chunk = 1024  # tokens of each row whose logits live at once

@@ -52,6 +52,7 @@ class Trajectory:
   finish: str  # "stop" (the policy ended it), "length" (no room left), "environment" (the environment ended it)
   turns: int  # how often the policy was given the word
   seconds: float  # from admission to a slot until the end
+  vocabulary: np.ndarray | None = None  # f32 [T, V]; log mu of the whole vocabulary, where it was asked for
 
 
 @jax.tree_util.register_dataclass
@@ -71,6 +72,7 @@ class Batch:
   advantage: jax.Array  # f32 [B, T]
   proximal: jax.Array | None = None  # f32 [B, T]; log q, recomputed by the learner before its update
   reference: jax.Array | None = None  # f32 [B, T]; log-prob under the weights of version 0
+  vocabulary: jax.Array | None = None  # f32 [B, T, V]; log mu of the whole vocabulary, where it was recorded
 
 
 class Scores(NamedTuple):
@@ -78,7 +80,8 @@ class Scores(NamedTuple):
 
   logprob: jax.Array  # at most 0
   entropy: jax.Array | None  # of the whole vocabulary; None where nobody asked for it
-  gini: jax.Array | None  # 1 - sum of squared probabilities; no gradient
+  gini: jax.Array | None  # 1 - sum of squared probabilities, there with the entropy; no gradient
+  vocabulary: jax.Array | None = None  # [..., V]; every log-prob, for small vocabularies and where asked for
 
 
 class TokenLoss(NamedTuple):

@@ -1,6 +1,7 @@
 """From the command line to a checked configuration."""
 
 import difflib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,15 +14,23 @@ from ml_collections import ConfigDict, config_flags
 from estr_jax.errors import UserError
 from estr_jax.learner.optimizer import DECAYS, OPTIMIZERS
 from estr_jax.model.decoder import REMAT
+from estr_jax.model.sharding import BATCH_AXES
 from estr_jax.objective.advantages import ESTIMATORS
 from estr_jax.objective.aggregation import AGGREGATIONS
-from estr_jax.objective.losses import LOSSES
+from estr_jax.objective.losses import LOSSES, keywords
 from estr_jax.objective.penalties import ANCHORS, KL_ESTIMATORS
 from estr_jax.objective.triangle import EDGES
 from estr_jax.runtime.launch import launched
 from estr_jax.tasks import TASKS
 from estr_jax.transport.security import is_loopback
 
+_WORDS = {
+  "loss.bandpo.divergence": ("kl", "tv", "chi2"),
+  "loss.trm.divergence": ("k3", "vocabulary"),
+  "loss.tis.scope": ("token", "sequence", "geometric"),
+  "loss.mis.scope": ("token", "sequence", "geometric"),
+  "loss.score_centering.weight": ("one", "tis", "mis"),
+}
 MODES = ("async", "sync", "simulated")
 
 
@@ -115,6 +124,13 @@ def _idle_keys(c: ConfigDict) -> Iterator[tuple[bool, str, list[str]]]:
   shape = [f"model.{key}" for key in c.model if key not in ("folder", "dtype", "remat")]
   yield bool(c.model.folder), "where model.folder gives the shape", shape
   yield c.optimizer.name == "sgd", "under sgd", ["optimizer.b2", "optimizer.eps"]
+  taken, own = keywords(LOSSES[c.loss.name]), c.loss[c.loss.name]
+  shared = [f"loss.{key}" for key in ("edge", "clip_low", "clip_high") if key not in taken or key in own]
+  yield True, f"on loss.name={c.loss.name}", shared
+  others = [f"loss.{name}.{key}" for name in LOSSES if name != c.loss.name for key in c.loss[name]]
+  yield True, f"while loss.name={c.loss.name}", others
+  yield not c.loss.kl.coefficient, "while loss.kl.coefficient=0", ["loss.kl.estimator", "loss.kl.anchor"]
+  yield not c.loss.entropy.target, "while loss.entropy.target=0", ["loss.entropy.step", "loss.entropy.largest"]
 
 
 def _choice(name: str, value: Any, choices: Sequence[str]) -> tuple[bool, str]:
@@ -145,16 +161,18 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     "steps batch.groups batch.group_size batch.microbatches sampling.slots sampling.context sampling.chunk "
     "sampling.temperature staleness.segment_tokens queue.lease_timeout_s queue.deadline_s learner.score_chunk "
     "checkpoint.every eval.prompts eval.every_prompts eval.slots optimizer.learning_rate optimizer.clip_norm "
-    "mesh.data mesh.fsdp mesh.tensor model.width model.layers model.heads model.kv_heads model.head_dim "
+    "mesh.data mesh.fsdp mesh.tensor mesh.expert model.width model.layers model.heads model.kv_heads model.head_dim "
     "model.mlp_width model.rope_theta model.norm_eps advantage.eps optimizer.eps warm_start.batch "
-    "warm_start.demonstrations warm_start.learning_rate loss.clip_low loss.clip_high loss.estr.tau "
-    "loss.estr.eps loss.icepop.low loss.icepop.high loss.kpop.phi"
+    "warm_start.demonstrations warm_start.learning_rate loss.clip_low loss.clip_high loss.entropy.step loss.entropy.largest"
   )
   values = dict(flat(c.to_dict()))
   for key in positive.split():
     yield values[key] > 0, f"{key}={values[key]} must be above 0"
+  for key, value in values.items():
+    if key.count(".") == 2 and key.split(".")[1] in LOSSES and not isinstance(value, str):
+      yield value > 0, f"{key}={value} must be above 0"
   not_negative = (
-    "staleness.intra staleness.inter staleness.max warm_start.steps eval.every optimizer.warmup_steps "
+    "loss.entropy.coefficient loss.entropy.target loss.kl.coefficient staleness.intra staleness.inter staleness.max warm_start.steps eval.every optimizer.warmup_steps "
     "optimizer.weight_decay"
   )
   for key in not_negative.split():
@@ -163,13 +181,29 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     yield 0 <= values[key] < 1, f"{key}={values[key]} must be in 0 .. 1, 1 excluded"
   is_loopback(c.transport.address)  # raises for what is no host:port
   yield 0 <= c.seed < 2**32, f"seed={c.seed} must be in 0 .. 2^32 - 1"
-  low, high = c.loss.icepop.low, c.loss.icepop.high
-  yield low < high, f"loss.icepop.low={low} is not below loss.icepop.high={high}, so no token could be kept"
+  for name in LOSSES:
+    own = c.loss[name]
+    if "low" in own:
+      low, high = own.low, own.high
+      yield low < high, f"loss.{name}.low={low} is not below loss.{name}.high={high}, so no token could be kept"
+  for key, choices in _WORDS.items():
+    yield _choice(key, values[key], choices)
+  wanted = c.loss.name == "score_centering" or (c.loss.name == "trm" and c.loss.trm.divergence == "vocabulary")
+  yield (
+    not wanted or c.sampling.record_vocabulary,
+    f"loss.name={c.loss.name} reads the whole distribution that sampled each token; set sampling.record_vocabulary=True",
+  )
   yield (
     c.model.heads % c.model.kv_heads == 0,
     f"model.heads={c.model.heads} is no multiple of model.kv_heads={c.model.kv_heads}",
   )
   yield c.model.head_dim % 2 == 0, f"model.head_dim={c.model.head_dim} is odd; rotary positions turn pairs"
+  experts, chosen = c.model.experts, c.model.experts_per_token
+  yield (
+    experts == chosen == c.model.expert_mlp_width == 0 or (1 <= chosen <= experts and c.model.expert_mlp_width > 0),
+    f"model.experts={experts} with model.experts_per_token={chosen} and model.expert_mlp_width="
+    f"{c.model.expert_mlp_width}: set all three, with no more experts a token than there are, or leave all at 0",
+  )
   for idle, because, keys in _idle_keys(c):
     for key in keys:
       yield (
@@ -189,11 +223,11 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     f"only, and mode is {c.mode}; choose that mode, or bound it with staleness.max in mode=async",
   )
   rows = c.batch.groups * c.batch.group_size
-  shards = c.batch.microbatches * c.mesh.data * c.mesh.fsdp
+  shards = c.batch.microbatches * math.prod(c.mesh[axis] for axis in BATCH_AXES)
   yield (
     rows % shards == 0,
-    f"batch.groups x batch.group_size = {rows} rows do not divide by batch.microbatches x mesh.data x mesh.fsdp = "
-    f"{shards}; change one of them",
+    f"batch.groups x batch.group_size = {rows} rows do not divide by batch.microbatches x mesh.data x mesh.fsdp x "
+    f"mesh.expert = {shards}; change one of them",
   )
   yield (
     c.batch.group_size > 1,

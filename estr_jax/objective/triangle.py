@@ -35,11 +35,14 @@ def required(value: T | None, name: str) -> T:
 
 def log_ratio(logprob_BT: jax.Array, batch: Batch, edge: str) -> jax.Array:
   """log of the ratio on an edge that moves with theta, differentiable in `logprob_BT`; f32 [B, T]."""
-  if edge == "direct":
-    return logprob_BT - batch.logprob
-  if edge == "proximal":
-    return logprob_BT - _proximal(batch)
-  raise ValueError(f"edge is one of {EDGES}, not {edge!r}")
+  return logprob_BT - log_anchor(batch, edge)
+
+
+def log_anchor(batch: Batch, edge: str) -> jax.Array:
+  """log-prob of the policy that the ratio of an edge divides by: mu on direct, q on proximal; f32 [B, T]."""
+  if edge not in EDGES:
+    raise ValueError(f"edge is one of {EDGES}, not {edge!r}")
+  return batch.logprob if edge == "direct" else _proximal(batch)
 
 
 def log_behaviour_ratio(batch: Batch) -> jax.Array:

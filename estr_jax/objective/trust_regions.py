@@ -1,11 +1,14 @@
-"""Trust regions: which tokens may move the policy. Detached masks, one value a token.
+"""Trust regions: how far a token is from another policy, and which tokens may move the policy.
 
-Every function takes log-probs or a log-ratio [B, T] and returns `keep` bool [B, T]. None carries a gradient, and a
-value that is not finite is never kept: a stored log-prob of -inf has no ratio.
+Every function takes log-probs or a log-ratio [B, T] and returns a distance or `keep` bool [B, T]. None carries a
+gradient, and a value that is not finite is never kept: a stored log-prob of -inf has no ratio.
 """
 
 import jax
 import jax.numpy as jnp
+
+from estr_jax.objective.triangle import required
+from estr_jax.structs import Batch, Scores
 
 
 def scaled_square(log_ratio_BT: jax.Array, scale_BT: jax.Array, *, eps: float, power: float) -> jax.Array:
@@ -41,6 +44,27 @@ def bernoulli_kl_ball(log_p_BT: jax.Array, log_q_BT: jax.Array, *, phi: float) -
   log_p, log_q = jax.lax.stop_gradient(log_p_BT), jax.lax.stop_gradient(log_q_BT)
   inside = (bernoulli_kl(log_p, log_q) <= phi) & (bernoulli_kl(log_q, log_p) <= phi)
   return jnp.isfinite(log_p) & jnp.isfinite(log_q) & inside
+
+
+def vocabulary_kl(policy: Scores, batch: Batch) -> jax.Array:
+  """KL(mu || pi) over the whole vocabulary, nats, [B, T]; from the recorded distribution of mu."""
+  log_mu = required(batch.vocabulary, "batch.vocabulary")
+  log_pi = jax.lax.stop_gradient(required(policy.vocabulary, "policy.vocabulary"))
+  mu = jnp.exp(log_mu)
+  return jnp.sum(jnp.where(mu > 0, mu * (log_mu - log_pi), 0.0), axis=-1)
+
+
+def probability_change(log_p_BT: jax.Array, log_q_BT: jax.Array) -> jax.Array:
+  """p - q from the two log-probs, accurate also where they are nearly equal."""
+  larger, smaller = jnp.maximum(log_p_BT, log_q_BT), jnp.minimum(log_p_BT, log_q_BT)
+  return jnp.sign(log_p_BT - log_q_BT) * jnp.exp(larger) * -jnp.expm1(smaller - larger)
+
+
+def largest(value_BT: jax.Array, where_BT: jax.Array, number: jax.Array) -> jax.Array:
+  """bool [B, T]: the `number`, at least one, largest values among the tokens `where_BT`; ties by position."""
+  order = jnp.argsort(jnp.where(where_BT, -value_BT, jnp.inf).ravel(), stable=True)
+  rank = jnp.argsort(order, stable=True).reshape(value_BT.shape)
+  return where_BT & (rank < jnp.maximum(number, 1))
 
 
 def _log1mexp(x: jax.Array) -> jax.Array:

@@ -2,8 +2,8 @@
 
 The contract. A loss is `loss(policy, batch, **hyper) -> TokenLoss`:
 
-* `policy.logprob` is log pi of the batch's tokens and carries the gradient; `policy.entropy` is the learner's, there
-  only where the loss asks for it. Everything else is a constant.
+* `policy.logprob` is log pi of the batch's tokens and carries the gradient, as does `policy.vocabulary`. What else of
+  `policy` and `batch` can be None is computed only where the loss asks for it (`needs`), and is a constant to it.
 * `value` is the token's loss, to be minimised; it is exactly 0, with a gradient of exactly 0, where not `keep`.
 * `keep` is a subset of `batch.mask`, detached, and depends on theta where its edge does: it is computed anew at every
   update. It touches nothing else: not the advantages, not the rewards, not the denominator.
@@ -26,18 +26,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from estr_jax.objective.losses.bands import icepop, kpop
-from estr_jax.objective.losses.clips import ppo
-from estr_jax.objective.losses.entropy_scaled import (
-  SCORES,
-  estr,
-  estr_gini,
-  estr_learner_entropy,
-  estr_one_sided,
-  estr_power,
-  estr_soft,
-  fixed_width,
-)
+from estr_jax.objective.losses import bands, centering, clips, entropy_scaled, weights
+from estr_jax.objective.losses.entropy_scaled import SCORES
 from estr_jax.objective.triangle import MissingInput
 from estr_jax.structs import Batch, Scores, TokenLoss
 
@@ -57,19 +47,53 @@ class Method:
   source: str
 
 
-_ESTR = "Zhao et al., arXiv 2607.22186"
-
+# Edges: E = pi / mu, U = pi / q, B = q / mu; "E|U" where `loss.edge` chooses between direct and proximal.
 METHODS: dict[str, Method] = {
-  "estr": Method(estr, "E", "mask by delta^2 / (H + eps), clip", "token", _ESTR),
-  "ppo": Method(ppo, "E|U", "clip", "token", "Schulman et al., arXiv 1707.06347"),
-  "icepop": Method(icepop, "E|B", "mask by a band (and weight on B), clip", "token", ""),
-  "kpop": Method(kpop, "E", "mask by two Bernoulli KLs, clip", "token", ""),
-  "fixed_width": Method(fixed_width, "E", "mask by |delta|, clip", "token", "control of ours"),
-  "estr_learner_entropy": Method(estr_learner_entropy, "E", "mask by H of pi, clip", "token", "ablation of ours"),
-  "estr_gini": Method(estr_gini, "E", "mask by Gini impurity, clip", "token", "ablation of ours"),
-  "estr_power": Method(estr_power, "E", "mask by a power of H, clip", "token", "ablation of ours"),
-  "estr_one_sided": Method(estr_one_sided, "E", "mask of outward moves, clip", "token", "ablation of ours"),
-  "estr_soft": Method(estr_soft, "E", "weight by S, clip", "token", "ablation of ours"),
+  "estr": Method(
+    entropy_scaled.estr, "E", "mask delta^2 / (H + eps) <= tau, clip", "token", "Zhao et al., arXiv 2607.22186"
+  ),
+  "estr_learner_entropy": Method(
+    entropy_scaled.estr_learner_entropy, "E", "ESTR with the entropy of pi", "token", "ablation of ours"
+  ),
+  "estr_gini": Method(entropy_scaled.estr_gini, "E", "ESTR with 1 - sum mu^2", "token", "ablation of ours"),
+  "estr_power": Method(entropy_scaled.estr_power, "E", "ESTR with (H + eps)^power", "token", "ablation of ours"),
+  "estr_one_sided": Method(
+    entropy_scaled.estr_one_sided, "E", "ESTR for outward moves only", "token", "ablation of ours"
+  ),
+  "estr_soft": Method(entropy_scaled.estr_soft, "E", "weight exp(-S / 2 tau), clip", "token", "ablation of ours"),
+  "fixed_width": Method(entropy_scaled.fixed_width, "E", "mask |delta| <= width, clip", "token", "control of ours"),
+  "ppo": Method(clips.ppo, "E|U", "clip", "token", "Schulman et al., arXiv 1707.06347"),
+  "dual_clip": Method(clips.dual_clip, "E|U", "clip, bounded at A < 0", "token", "Ye et al., arXiv 1912.09729"),
+  "gspo": Method(clips.gspo, "E|U", "clip of the geometric ratio", "sequence", "Zheng et al., arXiv 2507.18071"),
+  "gmpo": Method(clips.gmpo, "E|U", "geometric mean of one-sided clips", "sequence", "Zhao et al., arXiv 2507.20673"),
+  "sapo": Method(clips.sapo, "E|U", "sigmoid gate", "token", "Gao et al., arXiv 2511.20347"),
+  "stable_reinforce": Method(
+    clips.stable_reinforce, "E|U", "bound before exp, clip, 3-sigma mask", "batch", "Zhang et al., arXiv 2505.02835"
+  ),
+  "sat": Method(clips.sat, "E|U", "clip shrunk above a quantile of |delta|", "batch", "arXiv 2607.18722"),
+  "bandpo": Method(clips.bandpo, "E|U", "clip to an f-divergence ball", "token", "arXiv 2603.04918"),
+  "gapo": Method(clips.gapo, "E|U", "clip by the group's success", "group", "arXiv 2609.00444, second-hand"),
+  "clip_cov": Method(clips.clip_cov, "E|U", "clip, mask of high covariance", "batch", "Cui et al., arXiv 2505.22617"),
+  "kl_cov": Method(clips.kl_cov, "E|U", "|log r| on high covariance", "batch", "Cui et al., arXiv 2505.22617"),
+  "icepop": Method(bands.icepop, "E or B", "mask by a band (on B: weight too), clip", "token", "arXiv 2510.18855"),
+  "kpop": Method(bands.kpop, "E", "mask by two Bernoulli KLs, clip", "token", "Ring team's notes"),
+  "ipo": Method(bands.ipo, "E", "mask |pi - mu| <= bound", "token", "prime-rl"),
+  "dppo_tv": Method(bands.dppo_tv, "E", "mask of outward moves by TV, capped weight", "token", "arXiv 2602.04879"),
+  "dppo_kl": Method(bands.dppo_kl, "E", "mask of outward moves by KL, capped weight", "token", "arXiv 2602.04879"),
+  "m2po": Method(bands.m2po, "E", "mask by the second moment", "batch", "arXiv 2510.01161, second-hand"),
+  "trm": Method(bands.trm, "E", "mask by the worst token", "sequence", "arXiv 2512.23075"),
+  "opsm": Method(bands.opsm, "E|U", "mask of sequences at A < 0, clip", "sequence", "DeepSeek-V3.2"),
+  "tis": Method(weights.tis, "E or B", "truncated weight", "token or sequence", "Yao et al., Flash-RL"),
+  "mis": Method(weights.mis, "E or B", "masked weight", "token or sequence", "Liu & Li, RL collapse"),
+  "decoupled": Method(weights.decoupled, "B, U", "weight, clip", "token", "Hilton et al., arXiv 2110.00641"),
+  "a3po": Method(weights.a3po, "E", "decoupled by interpolation", "token", "arXiv 2512.06547"),
+  "cispo": Method(weights.cispo, "E|U", "clipped weight", "token", "MiniMax-M1, arXiv 2506.13585"),
+  "gipo": Method(weights.gipo, "E|U", "Gaussian weight in log r", "token", "arXiv 2603.03955"),
+  "vespo": Method(weights.vespo, "E|U", "weight W^k exp(l (1 - W))", "sequence", "arXiv 2602.10693"),
+  "vcpo": Method(weights.vcpo, "E", "truncated weight, own baseline", "group", "arXiv 2602.17616, a proxy norm"),
+  "asympo": Method(weights.asympo, "none", "weight 1 / mean NLL", "sequence", "arXiv 2606.03070"),
+  "stare": Method(weights.stare, "E|U", "dual clip, weight on surprise", "batch", "arXiv 2606.19236"),
+  "score_centering": Method(centering.score_centering, "E", "weight less its mean", "token", "arXiv 2609.20807"),
 }
 
 LOSSES: dict[str, Loss] = {name: method.loss for name, method in METHODS.items()}
@@ -81,14 +105,15 @@ def keywords(loss: Loss) -> list[str]:
 
 
 def needs(loss: Loss, name: str) -> bool:
-  """Whether a loss, its hyper-parameters bound, reads "proximal" or "reference" (batch), or "entropy" (policy).
+  """Whether a loss, its hyper-parameters bound, reads "proximal", "reference", "entropy" or "vocabulary".
 
   Found by tracing it without that: the code of the loss is the only place that says so.
   """
   token = jax.ShapeDtypeStruct((1, 1), jnp.float32)
   integer, boolean = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1, 1), jnp.bool_)
-  floats = {"proximal": token, "reference": token, "entropy": token} | {name: None}
-  policy = Scores(token, floats["entropy"], token)
+  given = dict.fromkeys(("proximal", "reference", "entropy"), token)
+  given |= {"vocabulary": jax.ShapeDtypeStruct((1, 1, 2), jnp.float32), name: None}
+  policy = Scores(token, given["entropy"], given["entropy"], given["vocabulary"])
   batch = Batch(
     tokens=integer,
     mask=boolean,
@@ -100,8 +125,9 @@ def needs(loss: Loss, name: str) -> bool:
     group=integer,
     reward=token,
     advantage=token,
-    proximal=floats["proximal"],
-    reference=floats["reference"],
+    proximal=given["proximal"],
+    reference=given["reference"],
+    vocabulary=given["vocabulary"],
   )
   try:
     jax.eval_shape(loss, policy, batch)

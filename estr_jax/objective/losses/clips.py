@@ -1,9 +1,176 @@
 """Shapers: how far a ratio may carry its gradient."""
 
+import jax
+import jax.numpy as jnp
+
+from estr_jax.objective import trust_regions
+from estr_jax.objective.divergence_bands import chi2_band, kl_band, tv_band
 from estr_jax.objective.losses import composition
+from estr_jax.objective.scopes import first_of_sequence, group_sum, sequence_mean
+from estr_jax.objective.surrogates import bounded_exp
+from estr_jax.objective.triangle import log_anchor
 from estr_jax.structs import Batch, Scores, TokenLoss
 
 
 def ppo(policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high: float) -> TokenLoss:
-  """The clipped surrogate and no other trust region: PPO, and GRPO by its group advantages."""
+  """min(r A, clip(r) A) and no other trust region: PPO, GRPO by its group advantages, DAPO by clip_high > clip_low."""
   return composition.clipped(policy, batch, edge=edge, clip_low=clip_low, clip_high=clip_high)
+
+
+def dual_clip(policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high: float, dual: float) -> TokenLoss:
+  """PPO whose loss at A < 0 is also bounded by dual x |A|; dual is above 1 (Ye et al., arXiv 1912.09729)."""
+  return composition.clipped(policy, batch, edge=edge, clip_low=clip_low, clip_high=clip_high, dual=dual)
+
+
+def gspo(policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high: float) -> TokenLoss:
+  """PPO on the sequence's geometric ratio s = exp(mean log r); every token carries its sequence's value.
+
+  The sequence form of Zheng et al. (arXiv 2507.18071), meant for aggregation "sequence_mean". With "sequence_sum" it
+  is LUSPO: the sequence's loss times its length. The mean is over the tokens that have a ratio.
+  """
+  delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
+  log_s = sequence_mean(delta, there_BT, batch.segment)
+  return composition.shaped(log_s, batch, keep_BT=there_BT, clip_low=clip_low, clip_high=clip_high)
+
+
+def gmpo(policy: Scores, batch: Batch, *, edge: str, band: float) -> TokenLoss:
+  """-A exp(mean of the clipped log r): the geometric mean in place of the arithmetic (Zhao et al., arXiv 2507.20673).
+
+  log r is cut at +band where A > 0 and at -band where A < 0, and a cut token has no gradient. Every token carries its
+  sequence's value; meant for aggregation "sequence_mean".
+  """
+  delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
+  frozen = jax.lax.stop_gradient(delta)
+  cut_BT = jnp.where(batch.advantage >= 0, frozen > band, frozen < -band) & (batch.advantage != 0)
+  delta = jnp.where(cut_BT, jnp.clip(frozen, -band, band), delta)
+  token_loss = composition.shaped(sequence_mean(delta, there_BT, batch.segment), batch, keep_BT=there_BT)
+  return token_loss._replace(clipped=there_BT & cut_BT)
+
+
+def sapo(policy: Scores, batch: Batch, *, edge: str, positive: float, negative: float) -> TokenLoss:
+  """-A (4 / t) sigmoid(t (r - 1)): a soft gate of temperature t = `positive` where A > 0, else `negative`.
+
+  Its gradient has weight 4 s (1 - s) r, which is 1 at r = 1 and fades on both sides (Gao et al., arXiv 2511.20347).
+  """
+  delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
+  temperature_BT = jnp.where(batch.advantage > 0, positive, negative)
+  gate = jax.nn.sigmoid(temperature_BT * (bounded_exp(delta) - 1))
+  return composition.finish(batch.advantage * 4 / temperature_BT * gate, there_BT, False)
+
+
+def stable_reinforce(
+  policy: Scores,
+  batch: Batch,
+  *,
+  edge: str,
+  clip_low: float,
+  clip_high: float,
+  ratio_low: float,
+  ratio_high: float,
+  sigmas: float,
+) -> TokenLoss:
+  """PPO with r bounded to [ratio_low, ratio_high] before the exponential, and outlying advantages dropped.
+
+  The bound takes the gradient also where PPO leaves it open. A token is dropped where its advantage lies further than
+  `sigmas` population standard deviations from the mean over the policy tokens that are here (Zhang et al.,
+  arXiv 2505.02835; the released code compares standardised advantages with bounds of the raw ones, a slip that is not
+  repeated here).
+  """
+  delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
+  advantage_BT = jnp.where(there_BT, batch.advantage, 0.0)
+  count = jnp.maximum(jnp.sum(there_BT), 1)
+  mean = jnp.sum(advantage_BT) / count
+  variance = jnp.sum(jnp.where(there_BT, jnp.square(advantage_BT - mean), 0.0)) / count
+  keep_BT = there_BT & (jnp.square(advantage_BT - mean) <= jnp.square(sigmas) * variance)
+  outside_BT = (delta < jnp.log(ratio_low)) | (delta > jnp.log(ratio_high))
+  bounded = jnp.clip(delta, jnp.log(ratio_low), jnp.log(ratio_high))
+  token_loss = composition.shaped(bounded, batch, keep_BT=keep_BT, clip_low=clip_low, clip_high=clip_high)
+  acted_BT = keep_BT & outside_BT & (batch.advantage != 0)
+  return token_loss._replace(clipped=token_loss.clipped | acted_BT)
+
+
+def sat(policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high: float, quantile: float) -> TokenLoss:
+  """PPO whose clip shrinks for the stalest tokens (SAT, arXiv 2607.18722).
+
+  Where |delta| on the direct edge is above its `quantile` q over the tokens that are here, the endpoint on delta's
+  side is drawn in: 1 + clip_high c where delta > 0, 1 - clip_low c where delta < 0, with c a Hill kernel of exponent
+  2. No public source gives the kernel's exact form: c = 1 / (1 + (delta / q)^2) is the standard one, and our reading.
+  """
+  delta, there_BT = composition.safe_log_ratio(policy, batch, "direct")
+  delta = jax.lax.stop_gradient(delta)
+  size_BT = jnp.abs(delta)
+  q = jnp.nanquantile(jnp.where(there_BT, size_BT, jnp.nan), quantile)
+  kernel = 1 / (1 + jnp.square(size_BT / jnp.where(q > 0, q, 1.0)))
+  shrink_BT = jnp.where((q > 0) & (size_BT > q), kernel, 1.0)
+  low_BT = clip_low * jnp.where(delta < 0, shrink_BT, 1.0)
+  high_BT = clip_high * jnp.where(delta > 0, shrink_BT, 1.0)
+  return composition.clipped(policy, batch, edge=edge, keep_BT=there_BT, clip_low=low_BT, clip_high=high_BT)
+
+
+def bandpo(
+  policy: Scores, batch: Batch, *, edge: str, divergence: str, radius: float, clip_low: float, clip_high: float
+) -> TokenLoss:
+  """PPO whose band is the ball of an f-divergence around the anchor of the edge (BandPO, arXiv 2603.04918).
+
+  With p the anchor's probability of the token, and the vocabulary reduced to "this token or another": "tv" gives
+  1 +- radius / p, "chi2" 1 +- sqrt(radius (1 - p) / p), "kl" the r at which KL(anchor || pi) is `radius`. As in the
+  released code the band is never narrower than [1 - clip_low, 1 + clip_high] and never above 100.
+  """
+  band = {"tv": tv_band, "chi2": chi2_band, "kl": kl_band}[divergence]
+  delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
+  low_BT, high_BT = band(jnp.where(there_BT, log_anchor(batch, edge), -1.0), radius)
+  low_BT = jnp.minimum(low_BT, 1 - clip_low)
+  high_BT = jnp.minimum(jnp.maximum(high_BT, 1 + clip_high), 100.0)
+  return composition.shaped(delta, batch, keep_BT=there_BT, clip_low=1 - low_BT, clip_high=high_BT - 1)
+
+
+def gapo(policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high: float) -> TokenLoss:
+  """PPO whose upper clip follows how hard the prompt was (GAPO, arXiv 2609.00444, token form; read second-hand).
+
+  With c of the group's k sequences rewarded above 0 it is clip_low + (clip_high - clip_low) (k - c) / (k - 1) where
+  A > 0: the full clip_high for the only right answer, clip_low where all are right. The group is what is here of it.
+  """
+  once_BT = first_of_sequence(batch.mask, batch.segment)
+  size_BT = group_sum(once_BT.astype(jnp.float32), batch.group)
+  right_BT = group_sum((once_BT & (batch.reward > 0)).astype(jnp.float32), batch.group)
+  hard_BT = (size_BT - right_BT) / jnp.maximum(size_BT - 1, 1)
+  high_BT = clip_low + (clip_high - clip_low) * jnp.clip(hard_BT, 0.0, 1.0)
+  return composition.clipped(policy, batch, edge=edge, clip_low=clip_low, clip_high=high_BT)
+
+
+def clip_cov(
+  policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high: float, share: float, low: float, high: float
+) -> TokenLoss:
+  """PPO without the tokens that would lower the entropy most (Clip-Cov, Cui et al., arXiv 2505.22617).
+
+  cov = (A - mean A) (log pi - mean log pi) over the tokens that are here. Among those with low < cov < high that the
+  clip leaves alone, a `share` of all tokens, and at least one, loses its gradient. The source draws them at random;
+  here they are the largest, so that a replay drops the same ones.
+  """
+  token_loss = composition.clipped(policy, batch, edge=edge, clip_low=clip_low, clip_high=clip_high)
+  covariance_BT = _covariance(policy, batch, token_loss.keep)
+  candidate_BT = token_loss.keep & ~token_loss.clipped & (covariance_BT > low) & (covariance_BT < high)
+  drop_BT = trust_regions.largest(covariance_BT, candidate_BT, jnp.floor(share * jnp.sum(token_loss.keep)))
+  return TokenLoss(jnp.where(drop_BT, 0.0, token_loss.value), token_loss.keep & ~drop_BT, token_loss.clipped & ~drop_BT)
+
+
+def kl_cov(policy: Scores, batch: Batch, *, edge: str, share: float, coefficient: float) -> TokenLoss:
+  """-r A, plus coefficient x |log r| on the tokens of largest covariance (KL-Cov, Cui et al., arXiv 2505.22617).
+
+  cov as in `clip_cov`; a `share` of the tokens, and at least one, is penalised. There is no clip.
+  """
+  delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
+  token_loss = composition.shaped(delta, batch, keep_BT=there_BT)
+  number = jnp.floor(share * jnp.sum(there_BT))
+  chosen_BT = trust_regions.largest(_covariance(policy, batch, there_BT), there_BT, number)
+  return token_loss._replace(value=token_loss.value + jnp.where(chosen_BT, coefficient * jnp.abs(delta), 0.0))
+
+
+def _covariance(policy: Scores, batch: Batch, where_BT: jax.Array) -> jax.Array:
+  count = jnp.maximum(jnp.sum(where_BT), 1)
+
+  def centred(value_BT):
+    value_BT = jnp.where(where_BT, value_BT, 0.0)
+    return value_BT - jnp.sum(value_BT) / count
+
+  return centred(batch.advantage) * centred(jax.lax.stop_gradient(policy.logprob))
