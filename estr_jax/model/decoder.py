@@ -1,19 +1,23 @@
-"""The decoder: one transformer whose flags cover Llama, Qwen2.5 and Qwen3.
+"""The decoder: one transformer whose flags cover Llama, Qwen2.5, Qwen3 and Qwen3-MoE.
 
 The layers are Flax NNX modules, stacked along a leading axis and scanned. The other rooms see pure
 functions of a nested dict of float32 parameters: `init`, `forward` for whole sequences, `extend` for
-sequences that grow in a key-value cache, and `head_kernel`.
+sequences that grow in a key-value cache, and `head_kernel`. `forward_routed` and `extend_routed` tell in addition
+what the routers of a mixture of experts chose.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from estr_jax.model.attention import Keys, attend, rotate
+from estr_jax.model.moe import Mixture, Routed
 from estr_jax.structs import Params
 
 
@@ -33,6 +37,10 @@ class DecoderConfig:
   qkv_bias: bool  # Qwen2.5
   qk_norm: bool  # Qwen3
   tied_head: bool
+  experts: int = 0  # of every layer; 0: none, and the layers are dense
+  experts_per_token: int = 0
+  expert_mlp_width: int = 0
+  norm_topk_prob: bool = False  # whether the weights of a token's experts sum to 1
   dtype: str = "float32"  # of the computation; parameters, softmax and scoring are float32
   remat: str = "none"  # a key of REMAT
 
@@ -92,14 +100,22 @@ class Layer(nnx.Module):
     norm = functools.partial(nnx.RMSNorm, config.width, epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs)
     self.attention_norm, self.mlp_norm = norm(), norm()
     self.attention = Attention(config, rngs)
-    self.mlp = SwiGLU(config, rngs)
+    self.mlp = Mixture(config, rngs) if config.experts else SwiGLU(config, rngs)
 
   def project(self, x_BTD: jax.Array, position_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return self.attention.project(self.attention_norm(x_BTD), position_BT)
 
-  def finish(self, x_BTD: jax.Array, attended_BTHK: jax.Array) -> jax.Array:
+  def finish(
+    self, x_BTD: jax.Array, attended_BTHK: jax.Array, **routing: jax.Array | Mesh | None
+  ) -> tuple[jax.Array, Routed | None]:
+    """The layer's output, and where it is sparse what it chose; `routing` goes to `Mixture`."""
     x_BTD = x_BTD + self.attention.o(attended_BTHK)
-    return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+    normed_BTD, routed = self.mlp_norm(x_BTD), None
+    if isinstance(self.mlp, Mixture):
+      y_BTD, routed = self.mlp(normed_BTD, **routing)
+    else:
+      y_BTD = self.mlp(normed_BTD)
+    return x_BTD + y_BTD, routed
 
 
 class Decoder(nnx.Module):
@@ -135,7 +151,13 @@ def abstract_params(config: DecoderConfig) -> Params:
 
 def head_kernel(config: DecoderConfig, params: Params) -> jax.Array:
   """The output projection [D, V]."""
-  return params["embed"]["embedding"].T if config.tied_head else params["head"]["kernel"]
+  head, vocabulary_axis = stored_head(config, params)
+  return head if vocabulary_axis else head.T
+
+
+def stored_head(config: DecoderConfig, params: Params) -> tuple[Any, int]:
+  """The output projection as it is stored, or what a tree like `params` has in its place; and its vocabulary's axis."""
+  return (params["embed"]["embedding"], 0) if config.tied_head else (params["head"]["kernel"], 1)
 
 
 def _embed(decoder: Decoder, tokens: jax.Array) -> jax.Array:
@@ -153,11 +175,37 @@ def positions(segment_BT: jax.Array) -> jax.Array:
   return index_T - jax.lax.cummax(jnp.where(first, index_T, 0), axis=1)
 
 
-def forward(config: DecoderConfig, params: Params, tokens_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
+def forward(
+  config: DecoderConfig,
+  params: Params,
+  tokens_BT: jax.Array,
+  segment_BT: jax.Array,
+  *,
+  mesh: Mesh | None = None,
+  routing: jax.Array | None = None,
+) -> jax.Array:
   """Hidden states [B, T, D] after the final norm, for whole sequences, padded or packed.
 
-  A token sees the tokens of its own segment up to itself; segment 0 is padding.
+  A token sees the tokens of its own segment up to itself; segment 0 is padding. The rest is for a mixture of experts.
+
+  Args:
+    mesh: of `sharding.make_mesh`, where the parameters lie on one; it says where experts are.
+    routing: i32 [L, B, T, k], experts to take instead of the routers' choice; -1 leaves an entry to the router. Weights
+      are those of the routers at these experts, with their gradient.
   """
+  return forward_routed(config, params, tokens_BT, segment_BT, mesh=mesh, routing=routing)[0]
+
+
+def forward_routed(
+  config: DecoderConfig,
+  params: Params,
+  tokens_BT: jax.Array,
+  segment_BT: jax.Array,
+  *,
+  mesh: Mesh | None = None,
+  routing: jax.Array | None = None,
+) -> tuple[jax.Array, Routed | None]:
+  """`forward`, and what the routers chose: None of a dense model. Padding has choices, which nothing computes."""
   decoder_graph, layer_graph = _graphs(config)
   decoder = nnx.merge(decoder_graph, params)
   position_BT = positions(segment_BT)
@@ -165,13 +213,15 @@ def forward(config: DecoderConfig, params: Params, tokens_BT: jax.Array, segment
   causal_TS = index_T[:, None] >= index_T[None, :]
   visible_BTS = causal_TS & (segment_BT[:, :, None] == segment_BT[:, None, :])
 
-  def body(x_BTD, layer_params):
+  def body(x_BTD, xs):
+    layer_params, recorded_BTk = xs
     layer = nnx.merge(layer_graph, layer_params)
     q, k, v = layer.project(x_BTD, position_BT)
-    return layer.finish(x_BTD, attend(q, Keys(k, v, visible_BTS))), None
+    attended_BTHK = attend(q, Keys(k, v, visible_BTS))
+    return layer.finish(x_BTD, attended_BTHK, there_BT=segment_BT > 0, recorded_BTk=recorded_BTk, mesh=mesh)
 
-  x_BTD, _ = jax.lax.scan(REMAT[config.remat](body), _embed(decoder, tokens_BT), params["layers"])
-  return decoder.final_norm(x_BTD)
+  x_BTD, routed = jax.lax.scan(REMAT[config.remat](body), _embed(decoder, tokens_BT), (params["layers"], routing))
+  return decoder.final_norm(x_BTD), routed
 
 
 @flax.struct.dataclass
@@ -188,7 +238,14 @@ def empty_cache(config: DecoderConfig, slots: int, length: int) -> Cache:
 
 
 def extend(
-  config: DecoderConfig, params: Params, tokens_RC: jax.Array, position_RC: jax.Array, rows_R: jax.Array, cache: Cache
+  config: DecoderConfig,
+  params: Params,
+  tokens_RC: jax.Array,
+  position_RC: jax.Array,
+  rows_R: jax.Array,
+  cache: Cache,
+  *,
+  mesh: Mesh | None = None,
 ) -> tuple[jax.Array, Cache]:
   """Feeds C further tokens to R slots of the cache: C = 1 is a decode step, C > 1 a prefill or an observation.
 
@@ -198,10 +255,25 @@ def extend(
     position_RC: their positions, consecutive along C; -1 marks a token that is not there, whose keys are not written.
     rows_R: which slots; distinct, or out of range for rows that are not there. S of them are all slots in order.
     cache: must hold the keys of all earlier positions of those slots.
+    mesh: as of `forward`.
 
   Returns:
     Hidden states [R, C, D] after the final norm, and the cache.
   """
+  return extend_routed(config, params, tokens_RC, position_RC, rows_R, cache, mesh=mesh)[:2]
+
+
+def extend_routed(
+  config: DecoderConfig,
+  params: Params,
+  tokens_RC: jax.Array,
+  position_RC: jax.Array,
+  rows_R: jax.Array,
+  cache: Cache,
+  *,
+  mesh: Mesh | None = None,
+) -> tuple[jax.Array, Cache, Routed | None]:
+  """`extend`, and what the routers chose for the new tokens, [L, R, C, k]: None of a dense model."""
   decoder_graph, layer_graph = _graphs(config)
   decoder = nnx.merge(decoder_graph, params)
   _, S, T, _, _ = cache.k.shape
@@ -217,10 +289,12 @@ def extend(
     q, k, v = layer.project(x_RCD, position_RC)
     if not all_slots:
       old = [rows.at[rows_R].get(mode="clip") for rows in old]
-    return layer.finish(x_RCD, attend(q, Keys(*old, old_RCT), Keys(k, v, new_RCC))), (k, v)
+    attended_RCHK = attend(q, Keys(*old, old_RCT), Keys(k, v, new_RCC))
+    x_RCD, routed = layer.finish(x_RCD, attended_RCHK, there_BT=there_RC, recorded_BTk=None, mesh=mesh)
+    return x_RCD, (k, v, routed)
 
-  x_RCD, (k, v) = jax.lax.scan(body, _embed(decoder, tokens_RC), (params["layers"], cache.k, cache.v))
+  x_RCD, (k, v, routed) = jax.lax.scan(body, _embed(decoder, tokens_RC), (params["layers"], cache.k, cache.v))
   # One write after the layers: a cache that were carried through them would be copied by each.
   index = (slice(None), rows_R[:, None], jnp.where(there_RC, position_RC, T))  # T is out of range, and dropped
   k, v = cache.k.at[index].set(k, mode="drop"), cache.v.at[index].set(v, mode="drop")
-  return decoder.final_norm(x_RCD), Cache(k, v)
+  return decoder.final_norm(x_RCD), Cache(k, v), routed

@@ -1,5 +1,6 @@
 """Where every parameter lives on the mesh: one ordered list of rules."""
 
+import math
 import re
 from typing import Any
 
@@ -9,22 +10,32 @@ from jax.sharding import PartitionSpec as P
 
 from estr_jax.errors import UserError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "expert")
 
-BATCH_SPEC = P(("data", "fsdp"), None)
+# The rows of a batch are split over the expert axis too: outside of the experts it would only repeat work.
+BATCH_AXES = ("data", "fsdp", "expert")
+BATCH_SPEC = P(BATCH_AXES, None)
 
-# (pattern of a leaf's path, its spec); the first match counts. An optimizer's moments match through the
-# path of their parameter, which ends theirs. The leading axis of "layers" is the scanned one.
+# What is not an expert is split over both axes along which rows are, as fully sharded data parallelism does.
+_FSDP = ("fsdp", "expert")
+
+# (pattern of a leaf's path, its spec, the names of its axes); the first match counts. An optimizer's moments match
+# through the path of their parameter, which ends theirs. The leading axis of "layers" is the scanned one.
 RULES = (
-  (r"embed/embedding$", P("tensor", "fsdp")),
-  (r"head/kernel$", P("fsdp", "tensor")),
-  (r"attention/[qkv]/kernel$", P(None, "fsdp", "tensor", None)),
-  (r"attention/[qkv]/bias$", P(None, "tensor", None)),
-  (r"attention/o/kernel$", P(None, "tensor", None, "fsdp")),
-  (r"mlp/(gate|up)/kernel$", P(None, "fsdp", "tensor")),
-  (r"mlp/down/kernel$", P(None, "tensor", "fsdp")),
-  (r"norm/scale$", P()),
-  (r"(count|step|learning_rate)$", P()),
+  (r"embed/embedding$", P("tensor", _FSDP), "vocabulary width"),
+  (r"head/kernel$", P(_FSDP, "tensor"), "width vocabulary"),
+  (r"attention/q/kernel$", P(None, _FSDP, "tensor", None), "layers width heads head_dim"),
+  (r"attention/[kv]/kernel$", P(None, _FSDP, "tensor", None), "layers width kv_heads head_dim"),
+  (r"attention/q/bias$", P(None, "tensor", None), "layers heads head_dim"),
+  (r"attention/[kv]/bias$", P(None, "tensor", None), "layers kv_heads head_dim"),
+  (r"attention/o/kernel$", P(None, "tensor", None, _FSDP), "layers heads head_dim width"),
+  (r"mlp/(gate|up)/kernel$", P(None, _FSDP, "tensor"), "layers width mlp_width"),
+  (r"mlp/down/kernel$", P(None, "tensor", _FSDP), "layers mlp_width width"),
+  (r"mlp/router/kernel$", P(None, _FSDP, None), "layers width experts"),
+  (r"mlp/(gate|up)$", P(None, "expert", "fsdp", "tensor"), "layers experts width expert_mlp_width"),
+  (r"mlp/down$", P(None, "expert", "tensor", "fsdp"), "layers experts expert_mlp_width width"),
+  (r"norm/scale$", P(), ""),
+  (r"(count|step|learning_rate|entropy_coefficient)$", P(), ""),
 )
 
 
@@ -32,18 +43,22 @@ def make_mesh(shape: dict[str, int]) -> Mesh:
   """A mesh over all devices; `shape` maps every name of AXES to its size.
 
   Raises:
-    UserError: the sizes do not multiply to the number of devices.
+    UserError: a size is missing, or they do not multiply to the number of devices.
   """
+  for axis in AXES:
+    if axis not in shape:
+      raise UserError(f"mesh {dict(shape)} has no size for {axis}: set mesh.{axis}, 1 where it is not used")
   sizes = tuple(shape[axis] for axis in AXES)
-  devices = jax.device_count()
-  product = 1
-  for size in sizes:
-    product *= size
+  devices, product = jax.device_count(), math.prod(sizes)
   if product != devices:
-    raise UserError(
-      f"mesh {dict(shape)} needs {product} devices and {devices} are here; set mesh.data, mesh.fsdp and mesh.tensor"
-    )
+    keys = ", ".join(f"mesh.{axis}" for axis in AXES)
+    raise UserError(f"mesh {dict(shape)} needs {product} devices and {devices} are here; the product of {keys} decides")
   return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def batch_shards(mesh: Mesh) -> int:
+  """Into how many parts the rows of a batch are split."""
+  return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def path_name(path: tuple) -> str:
@@ -60,15 +75,16 @@ def shardings(tree: Any, mesh: Mesh, rules=RULES) -> Any:
 
   def place(path, leaf) -> NamedSharding:
     name = path_name(path)
-    spec = next((spec for pattern, spec in rules if re.search(pattern, name)), None)
-    if spec is None:
+    found = next((rule for rule in rules if re.search(rule[0], name)), None)
+    if found is None:
       raise UserError(f"no sharding rule matches {name} {leaf.shape}; add one to RULES in model/sharding.py")
-    for axis, (size, where) in enumerate(zip(leaf.shape, spec)):
-      parts = 1 if where is None else mesh.shape[where]
+    _, spec, axes = found
+    for size, axis, where in zip(leaf.shape, axes.split(), spec):
+      where = () if where is None else (where,) if isinstance(where, str) else where
+      parts = math.prod(mesh.shape[one] for one in where)
       if size % parts:
-        raise UserError(
-          f"{name} has {size} entries along axis {axis}, which mesh.{where}={parts} does not divide; change the mesh"
-        )
+        keys = " x ".join(f"mesh.{one}" for one in where)
+        raise UserError(f"{name}: {axis} {size} is not divided by {keys} = {parts}; change the mesh")
     return NamedSharding(mesh, spec)
 
   return jax.tree_util.tree_map_with_path(place, tree)
