@@ -59,8 +59,10 @@ def prompts(count: int) -> list[Prompt]:
   ]
 
 
-def engine(*, slots=4, chunk=3, temperature=1.0, greedy=(), rebuild_cache=False, context=CONTEXT) -> Engine:
-  sampling = Sampling(slots, context, chunk, temperature, rebuild_cache)
+def engine(
+  *, slots=4, chunk=3, temperature=1.0, greedy=(), rebuild_cache=False, context=CONTEXT, record_vocabulary=False
+) -> Engine:
+  sampling = Sampling(slots, context, chunk, temperature, rebuild_cache, record_vocabulary)
   return Engine(MODEL, TASK, TOKENIZER, sampling, KEY, greedy=greedy)
 
 

@@ -24,7 +24,7 @@ def teacher_forced(trajectory, params, temperature):
 
 @jax.jit
 def _score(params, tokens, segment, temperature):
-  return score_tokens(MODEL, params, tokens, segment, temperature=temperature, chunk=CONTEXT)
+  return score_tokens(MODEL, params, tokens, segment, temperature=temperature, chunk=CONTEXT, entropy=True)
 
 
 def stepwise(trajectory, params_of, temperature):
@@ -88,6 +88,18 @@ def test_every_token_is_scored_under_its_own_version_after_a_switch_in_flight(ve
     else:
       wanted = [values[mask] for values in stepwise(trajectory, params_of, 0.7)]
     check_record(trajectory, wanted)
+
+
+def test_the_recorded_distribution_is_the_one_that_was_sampled_from(versions):
+  """Fails if the distribution is recorded before the temperature, of a neighbour, or at a shifted position."""
+  for trajectory in run(engine(temperature=0.7, record_vocabulary=True), prompts(10), lambda chunk: versions[0]):
+    mask = trajectory.mask
+    log_mu = trajectory.vocabulary[mask].astype(np.float64)
+    assert log_mu.shape == (mask.sum(), MODEL.vocab_size)
+    chosen = np.take_along_axis(log_mu, trajectory.tokens[mask][:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(chosen, trajectory.logprob[mask], atol=1e-6)
+    np.testing.assert_allclose(-(np.exp(log_mu) * log_mu).sum(axis=1), trajectory.entropy[mask], atol=1e-5)
+    np.testing.assert_allclose(1 - np.exp(2 * log_mu).sum(axis=1), trajectory.gini[mask], atol=1e-5)
 
 
 def test_prompt_and_environment_tokens_carry_nothing(versions):

@@ -37,6 +37,7 @@ def trajectories(draw) -> Trajectory:
     finish=draw(st.text()),
     turns=draw(INT64),
     seconds=draw(st.floats()),
+    vocabulary=draw(st.none() | hnp.arrays(np.float32, (length, 3))) if length else None,
   )
 
 
@@ -88,6 +89,8 @@ def test_a_wrong_type_is_refused_by_name_not_cast():
 def test_a_torn_array_is_refused_by_name():
   with pytest.raises(ValueError, match="entropy has 5 bytes"):
     wire.trajectory_from_message(pb.Trajectory(entropy=b"12345"))
+  with pytest.raises(ValueError, match="vocabulary has 12 bytes"):
+    wire.trajectory_from_message(pb.Trajectory(tokens=b"12345678", vocabulary=b"123456789012"))
 
 
 def params() -> dict:

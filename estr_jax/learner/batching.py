@@ -3,6 +3,7 @@
 Host code: NumPy in, NumPy out. The shape never changes between steps, so the train step compiles once.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -107,6 +108,10 @@ def _fill(layout: Sequence[Sequence[_Placed]], rows: int, length: int, target_ve
     reward=np.zeros(shape, np.float32),
     advantage=np.zeros(shape, np.float32),
   )
+  recorded = {t.vocabulary.shape[1] for items in layout for t, _ in items if t.vocabulary is not None}
+  if recorded:
+    (V,) = recorded  # one vocabulary, or a fault
+    batch = dataclasses.replace(batch, vocabulary=np.zeros((*shape, V), np.float32))
   for row, items in enumerate(layout):
     start = 0
     for segment, (trajectory, advantage) in enumerate(items, start=1):
@@ -120,6 +125,8 @@ def _fill(layout: Sequence[Sequence[_Placed]], rows: int, length: int, target_ve
       batch.segment[span] = segment
       batch.group[span] = 1 + prompts.index(trajectory.group)
       batch.reward[span] = trajectory.reward
+      if recorded:
+        batch.vocabulary[span] = trajectory.vocabulary
       batch.advantage[span] = np.where(trajectory.mask, advantage, 0)
       start += len(trajectory.tokens)
   return batch

@@ -21,6 +21,7 @@ from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.structs import Params
 from estr_jax.tasks.task import Example, Task
 
+_VOCABULARY_CHUNK = 8192  # of `scoring.score`
 STEPS_PER_CALL = 10  # updates inside one jitted call
 
 Tokens = tuple[np.ndarray, np.ndarray]  # tokens i32 [N, T], mask bool [N, T]
@@ -105,10 +106,9 @@ def supervised(
   def loss(params, tokens_BT, mask_BT):
     # Padding stands behind what it could disturb, so one segment a row is enough. Computed from the tokens, so that the
     # compiler does not spend seconds on folding a constant.
-    logprob_BT, _ = score_tokens(
-      model, params, tokens_BT, (tokens_BT >= 0).astype(jnp.int32), temperature=1.0, chunk=tokens_BT.shape[1]
-    )
-    return -jnp.sum(logprob_BT * mask_BT) / jnp.maximum(mask_BT.sum(), 1)
+    segment_BT = (tokens_BT >= 0).astype(jnp.int32)
+    policy = score_tokens(model, params, tokens_BT, segment_BT, temperature=1.0, chunk=_VOCABULARY_CHUNK, entropy=False)
+    return -jnp.sum(policy.logprob * mask_BT) / jnp.maximum(mask_BT.sum(), 1)
 
   def update(carry, batch):
     params, opt_state = carry

@@ -28,6 +28,7 @@ class Slots:
   logprob: jax.Array  # f32 [S, T]
   entropy: jax.Array  # f32 [S, T], nats
   gini: jax.Array  # f32 [S, T]
+  vocabulary: jax.Array | None  # f32 [S, T, V]; log mu of every token, where it is recorded
   version: jax.Array  # i32 [S, T]
   length: jax.Array  # i32 [S]; tokens present
   sampled: jax.Array  # i32 [S]; policy tokens among them
@@ -36,7 +37,7 @@ class Slots:
   live: jax.Array  # bool [S]; it is the policy's turn
 
 
-def empty(config: decoder.DecoderConfig, slots: int, context: int) -> Slots:
+def empty(config: decoder.DecoderConfig, slots: int, context: int, *, record_vocabulary: bool) -> Slots:
   rows, grid = (slots,), (slots, context)
   return Slots(
     cache=decoder.empty_cache(config, slots, context),
@@ -45,6 +46,7 @@ def empty(config: decoder.DecoderConfig, slots: int, context: int) -> Slots:
     logprob=jnp.zeros(grid, jnp.float32),
     entropy=jnp.zeros(grid, jnp.float32),
     gini=jnp.zeros(grid, jnp.float32),
+    vocabulary=jnp.zeros((*grid, config.vocab_size), jnp.float32) if record_vocabulary else None,
     version=jnp.full(grid, NO_VERSION, jnp.int32),
     length=jnp.zeros(rows, jnp.int32),
     sampled=jnp.zeros(rows, jnp.int32),
@@ -181,6 +183,10 @@ def decode(
     scores = scoring.score_logits(logits_SV, token_S, temperature=temperature)
 
     index = (rows_S, jnp.where(active_S, slots.length, T))
+    vocabulary = slots.vocabulary
+    if vocabulary is not None:
+      log_mu_SV = scoring.score_vocabulary(logits_SV, temperature=temperature)
+      vocabulary = vocabulary.at[index].set(log_mu_SV, mode="drop")
     length_S = slots.length + active_S
     ended_S = jnp.isin(token_S, stop_ids) | (length_S >= T)
     return count + 1, slots.replace(
@@ -190,6 +196,7 @@ def decode(
       logprob=slots.logprob.at[index].set(scores.logprob, mode="drop"),
       entropy=slots.entropy.at[index].set(scores.entropy, mode="drop"),
       gini=slots.gini.at[index].set(scores.gini, mode="drop"),
+      vocabulary=vocabulary,
       version=slots.version.at[index].set(version, mode="drop"),
       length=length_S,
       sampled=slots.sampled + active_S,
@@ -213,7 +220,8 @@ def rebuild(config: decoder.DecoderConfig, params: Params, slots: Slots) -> Slot
 
 
 @jax.jit
-def read(slots: Slots, rows_R: jax.Array) -> tuple[jax.Array, ...]:
-  """(tokens, mask, logprob, entropy, gini, version) of some slots, each [R, T]; rows out of range repeat the last."""
-  arrays = (slots.tokens, slots.mask, slots.logprob, slots.entropy, slots.gini, slots.version)
-  return tuple(array.at[rows_R].get(mode="clip") for array in arrays)
+def read(slots: Slots, rows_R: jax.Array) -> dict[str, jax.Array]:
+  """The record of some slots by the names of a Trajectory, each [R, T, ...]; rows out of range repeat the last."""
+  names = ("tokens", "mask", "logprob", "entropy", "gini", "version", "vocabulary")
+  arrays = {name: getattr(slots, name) for name in names if getattr(slots, name) is not None}
+  return {name: array.at[rows_R].get(mode="clip") for name, array in arrays.items()}

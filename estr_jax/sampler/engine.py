@@ -29,6 +29,7 @@ class Sampling:
   chunk: int  # decode steps between two looks of the host; new weights are taken there
   temperature: float
   rebuild_cache: bool  # recompute the keys of unfinished sequences when the weights change, or keep the old ones
+  record_vocabulary: bool  # every token's whole distribution, for small vocabularies
 
 
 @dataclasses.dataclass
@@ -65,7 +66,7 @@ class Engine:
       raise UserError(f"task {task.name}: the stop strings {task.stop} must be single tokens of the tokenizer")
     self._stop_ids = np.array(sorted({tokenizer.eos_id, *stop}), np.int32)
     self._greedy = greedy
-    self._slots = decode.empty(model, sampling.slots, sampling.context)
+    self._slots = decode.empty(model, sampling.slots, sampling.context, record_vocabulary=sampling.record_vocabulary)
     self._episodes: dict[int, _Episode] = {}
     self._feeds: dict[int, tuple[np.ndarray, bool]] = {}  # slot -> tokens to feed, and whether they start a sequence
     self._few = max(1, sampling.slots // 8)  # rows of a small feed or read; compiled once, like the full one
@@ -148,16 +149,18 @@ class Engine:
     for rows_R in self._batches(ended):
       arrays = jax.device_get(decode.read(self._slots, rows_R))
       for row, slot in self._occupied(rows_R, ended):
-        trajectory = self._end_turn(slot, [np.array(array[row, : length[slot]]) for array in arrays])
+        trajectory = self._end_turn(
+          slot, {name: np.array(array[row, : length[slot]]) for name, array in arrays.items()}
+        )
         if trajectory is not None:
           finished.append(trajectory)
           del self._episodes[slot]
           self._sampled[slot] = 0
     return finished
 
-  def _end_turn(self, slot: int, arrays: list[np.ndarray]) -> Trajectory | None:
+  def _end_turn(self, slot: int, record: dict[str, np.ndarray]) -> Trajectory | None:
     """The environment's word after a turn of the policy: an observation to feed, or the finished trajectory."""
-    tokens, mask, logprob, entropy, gini, version = arrays
+    tokens = record["tokens"]
     episode = self._episodes[slot]
     turn = tokens[episode.turn_start :]
     episode.turns.append(self._tokenizer.decode(turn))
@@ -176,12 +179,7 @@ class Engine:
           return None
         finish = "length"
     return Trajectory(
-      tokens=tokens,
-      mask=mask,
-      logprob=logprob,
-      entropy=entropy,
-      gini=gini,
-      version=version,
+      **record,
       reward=float(self._task.reward(episode.prompt.answer, episode.turns)),
       prompt_id=episode.prompt.id,
       group=episode.prompt.group,

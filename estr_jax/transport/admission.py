@@ -47,6 +47,8 @@ def _check_trajectory(t: Trajectory) -> None:
   for name in ("entropy", "gini"):
     if not np.isfinite(getattr(t, name)).all():
       raise ValueError(f"{name} is not finite")
+  if t.vocabulary is not None and (len(t.vocabulary) != len(t.tokens) or np.isnan(t.vocabulary).any()):
+    raise ValueError("vocabulary is NaN, or not as long as tokens")
   # log mu = -inf is possible (a token that rounding made impossible); the losses handle it.
   if np.isnan(t.logprob).any() or np.isposinf(t.logprob).any():
     raise ValueError("logprob is NaN or +inf")

@@ -51,6 +51,7 @@ def trajectory_to_message(trajectory: Trajectory) -> pb.Trajectory:
   """Raises ValueError, naming the field, where an array has not the type and rank that `Trajectory` states."""
   return pb.Trajectory(
     **{name: _to_bytes(name, getattr(trajectory, name)) for name in _ARRAYS},
+    vocabulary=_vocabulary_to_bytes(trajectory.vocabulary),
     reward=trajectory.reward,
     prompt_id=trajectory.prompt_id,
     group=trajectory.group,
@@ -63,8 +64,10 @@ def trajectory_to_message(trajectory: Trajectory) -> pb.Trajectory:
 
 def trajectory_from_message(message: pb.Trajectory) -> Trajectory:
   """Raises ValueError, naming the field, where the bytes are no whole number of elements."""
+  arrays = {name: _from_bytes(name, getattr(message, name)) for name in _ARRAYS}
   return Trajectory(
-    **{name: _from_bytes(name, getattr(message, name)) for name in _ARRAYS},
+    **arrays,
+    vocabulary=_vocabulary_from_bytes(message.vocabulary, len(arrays["tokens"])),
     reward=message.reward,
     prompt_id=message.prompt_id,
     group=message.group,
@@ -87,3 +90,19 @@ def _from_bytes(name: str, data: bytes) -> np.ndarray:
   if len(data) % dtype.itemsize:
     raise ValueError(f"{name} has {len(data)} bytes, not a multiple of {dtype.itemsize}")
   return np.frombuffer(data, dtype).astype(_TYPES[name])  # a copy: writable, in native byte order
+
+
+def _vocabulary_to_bytes(vocabulary: np.ndarray | None) -> bytes:
+  if vocabulary is None:
+    return b""
+  if vocabulary.dtype != np.float32 or vocabulary.ndim != 2 or not vocabulary.size:
+    raise ValueError(f"vocabulary has to be float32 [T, V], got {vocabulary.dtype} {vocabulary.shape}")
+  return vocabulary.astype(_F4, copy=False).tobytes()
+
+
+def _vocabulary_from_bytes(data: bytes, length: int) -> np.ndarray | None:
+  if not data:
+    return None
+  if not length or len(data) % (length * _F4.itemsize):
+    raise ValueError(f"vocabulary has {len(data)} bytes, not a multiple of 4 for each of {length} tokens")
+  return np.frombuffer(data, _F4).astype(np.float32).reshape(length, -1)
