@@ -8,36 +8,10 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from model_cases import CONFIGS, LLAMA, QWEN3_MOE, make_params
 
 from estr_jax.errors import UserError
-from estr_jax.model import decoder, hf
-from estr_jax.model.decoder import DecoderConfig
-
-LLAMA = DecoderConfig(
-  vocab_size=11,
-  width=12,
-  layers=3,
-  heads=4,
-  kv_heads=2,
-  head_dim=6,
-  mlp_width=10,
-  rope_theta=5000.0,
-  norm_eps=1e-5,
-  qkv_bias=False,
-  qk_norm=False,
-  tied_head=True,
-)
-CONFIGS = {
-  "llama": LLAMA,
-  "qwen2": dataclasses.replace(LLAMA, qkv_bias=True, tied_head=False),
-  "qwen3": dataclasses.replace(LLAMA, qk_norm=True),
-}
-
-
-def make_params(config, dtype="float32"):
-  """Distinct numbers everywhere, so that no transposition or swap goes unseen."""
-  rng = np.random.default_rng(0)
-  return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(dtype), decoder.abstract_params(config))
+from estr_jax.model import hf
 
 
 def edit(folder, **changes):
@@ -115,7 +89,12 @@ def test_tensors_lie_where_hugging_face_puts_them(tmp_path, kind):
       for name in ("q_norm", "k_norm"):
         np.testing.assert_array_equal(stored[f"{layer}.self_attn.{name}.weight"], attention[name]["scale"][i])
     for name in ("gate", "up", "down"):
-      np.testing.assert_array_equal(stored[f"{layer}.mlp.{name}_proj.weight"].T, mlp[name]["kernel"][i])
+      if not c.experts:
+        np.testing.assert_array_equal(stored[f"{layer}.mlp.{name}_proj.weight"].T, mlp[name]["kernel"][i])
+      for e in range(c.experts):
+        np.testing.assert_array_equal(stored[f"{layer}.mlp.experts.{e}.{name}_proj.weight"].T, mlp[name][i, e])
+    if c.experts:
+      np.testing.assert_array_equal(stored[f"{layer}.mlp.gate.weight"].T, mlp["router"]["kernel"][i])
     np.testing.assert_array_equal(stored[f"{layer}.input_layernorm.weight"], layers["attention_norm"]["scale"][i])
     np.testing.assert_array_equal(stored[f"{layer}.post_attention_layernorm.weight"], layers["mlp_norm"]["scale"][i])
   np.testing.assert_array_equal(stored["model.embed_tokens.weight"], params["embed"]["embedding"])
@@ -162,6 +141,7 @@ def test_other_config_is_refused(folder):
     ({"attention_bias": True}, "attention_bias"),
     ({"mlp_bias": True}, "mlp_bias"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({"model_type": "qwen3_moe"}, "num_experts"),
   ],
 )
 def test_config_that_the_decoder_does_not_compute_is_refused(folder, changes, word):
@@ -238,6 +218,32 @@ def test_broken_folders_are_refused_in_one_line(folder):
   assert "config.json" in refusal(hf.load, folder)
 
 
+def test_dense_layers_among_sparse_ones_are_refused(tmp_path):
+  """Fails if a layer without experts is looked for, or a newer file's name of the number of experts is not known."""
+  folder = tmp_path / "model"
+  hf.save(folder, QWEN3_MOE, make_params(QWEN3_MOE))
+  settings = json.loads((folder / "config.json").read_text())
+  settings["num_local_experts"] = QWEN3_MOE.experts
+  del settings["num_experts"]
+  (folder / "config.json").write_text(json.dumps(settings))
+  assert hf.load(folder)[0] == QWEN3_MOE
+  edit(folder, decoder_sparse_step=2)
+  assert "decoder_sparse_step" in refusal(hf.load, folder)
+  edit(folder, decoder_sparse_step=1, mlp_only_layers=[0])
+  assert "mlp_only_layers" in refusal(hf.load, folder)
+
+
+def test_weights_of_another_dtype_are_refused(folder):
+  """Fails if quantised numbers are read without their scales."""
+
+  def quantise(tensors):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int8)
+
+  rewrite(folder, quantise)
+  line = refusal(hf.load, folder)
+  assert "model.norm.weight" in line and "I8" in line and "BF16" in line
+
+
 def test_untied_model_without_a_head_is_refused(folder):
   """Fails if a missing head is replaced by the embedding although the config says that they differ."""
   rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
@@ -296,3 +302,5 @@ def test_shape_without_an_architecture_is_refused(tmp_path):
   """Fails if a decoder with both biases and qk-norm is written as a model that drops one of them."""
   both = dataclasses.replace(LLAMA, qkv_bias=True, qk_norm=True)
   assert "qk_norm" in refusal(hf.save, tmp_path / "model", both, make_params(both))
+  plain = dataclasses.replace(QWEN3_MOE, qk_norm=False)
+  assert "experts" in refusal(hf.save, tmp_path / "model", plain, make_params(plain))

@@ -1,20 +1,23 @@
 """Weights in the Hugging Face layout: config.json and safetensors, in one file or in shards with an index.
 
 One table, `_entries`, says for each parameter of the decoder which tensor of the file it is; `load` and `save` both
-follow it. Tensors are read and written one at a time, so that the host holds one copy of the model (and, while
-writing, one shard of it).
+follow it. Tensors are read and written one at a time, so that the host holds one copy of the model, or, where it is
+read onto a mesh, no more than a tensor beside what its devices hold (and, while writing, one shard of it).
 """
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16", by which safetensors asks for it)
 import numpy as np
 import safetensors
@@ -27,6 +30,7 @@ from estr_jax.structs import Params
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+DTYPES = ("F32", "BF16", "F16")  # of stored tensors; quantised ones would need their scales
 TOKENIZER_FILES = (
   "tokenizer.json",
   "tokenizer_config.json",
@@ -40,20 +44,42 @@ TOKENIZER_FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-  """One parameter and the tensor that holds it (one tensor a layer, where `layered`)."""
+  """One parameter and the tensor that holds it, or the tensors: one a layer, or one for each expert of each layer."""
 
   path: tuple[str, ...]  # in the nested dict of parameters
-  tensor: str  # in the file; "{}" stands for the layer
-  shape: tuple[int, ...]  # of the parameter, without the layers' axis
-  stored: tuple[int, ...]  # of the tensor
-  transposed: bool = False  # a kernel: the file holds [outputs, inputs]
+  tensor: str  # in the file; each "{}" stands for an index along a stacked axis
+  stacked: tuple[int, ...]  # leading axes of the parameter: layers, experts
+  axes: tuple[tuple[int, ...], ...]  # for each axis of the tensor the axes of the parameter that it flattens
+  transposed: bool = False  # a kernel: `axes` are inputs, outputs, and the file holds [outputs, inputs]
 
   @property
-  def layered(self) -> bool:
-    return self.path[0] == "layers"
+  def shape(self) -> tuple[int, ...]:
+    return sum(self.axes, self.stacked)
 
-  def from_file(self, tensor: np.ndarray) -> np.ndarray:
-    return (tensor.T if self.transposed else tensor).reshape(self.shape)
+  @property
+  def stored(self) -> tuple[int, ...]:
+    flat = tuple(math.prod(group) for group in self.axes)
+    return flat[::-1] if self.transposed else flat
+
+  def tensors(self) -> Iterator[tuple[tuple[int, ...], str]]:
+    for index in np.ndindex(self.stacked):
+      yield index, self.tensor.format(*index)
+
+  def stored_slices(self, slices: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Which part of the tensor holds a part of the parameter, whose slices leave the stacked axes out."""
+    found, rest = [], list(slices)
+    for group in self.axes:
+      (first, *inner), rest = rest[: len(group)], rest[len(group) :]
+      if any(len(range(*s.indices(size))) != size for s, size in zip(inner, group[1:])):
+        raise UserError(
+          f"{'/'.join(self.path)} can be split along the first of its axes {group} only: change the rules"
+        )
+      start, stop, _ = first.indices(group[0])
+      found.append(slice(start * math.prod(group[1:]), stop * math.prod(group[1:])))
+    return tuple(found[::-1] if self.transposed else found)
+
+  def from_file(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return (tensor.T if self.transposed else tensor).reshape(shape)
 
   def to_file(self, value: np.ndarray) -> np.ndarray:
     if not self.transposed:
@@ -63,46 +89,43 @@ class _Entry:
 
 def _entries(config: DecoderConfig) -> list[_Entry]:
   c = config
-  layer = "model.layers.{}."
+  layer, layers = "model.layers.{}.", (c.layers,)
 
-  def kernel(path: tuple[str, ...], tensor: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> _Entry:
-    stored = (math.prod(outputs), math.prod(inputs))
-    return _Entry((*path, "kernel"), tensor + ".weight", inputs + outputs, stored, transposed=True)
+  def kernel(path, tensor: str, inputs: tuple[int, ...], outputs: tuple[int, ...], stacked=layers) -> _Entry:
+    return _Entry(path, f"{tensor}.weight", stacked, (inputs, outputs), transposed=True)
 
-  def vector(path: tuple[str, ...], tensor: str, shape: tuple[int, ...]) -> _Entry:
-    return _Entry(path, tensor, shape, (math.prod(shape),))
+  def vector(path, tensor: str, shape: tuple[int, ...], stacked=layers) -> _Entry:
+    return _Entry(path, tensor, stacked, (shape,))
 
-  entries = [_Entry(("embed", "embedding"), "model.embed_tokens.weight", *[(c.vocab_size, c.width)] * 2)]
-  for name, heads in {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}.items():
-    path, tensor, outputs = ("layers", "attention", name), f"{layer}self_attn.{name}_proj", (heads, c.head_dim)
-    entries.append(kernel(path, tensor, (c.width,), outputs))
+  width, heads = (c.width,), (c.heads, c.head_dim)
+  attention, names = ("layers", "attention"), f"{layer}self_attn."
+  entries = [_Entry(("embed", "embedding"), "model.embed_tokens.weight", (), ((c.vocab_size,), width))]
+  for name, count in {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}.items():
+    outputs = (count, c.head_dim)
+    entries.append(kernel((*attention, name, "kernel"), f"{names}{name}_proj", width, outputs))
     if c.qkv_bias:
-      entries.append(vector((*path, "bias"), f"{tensor}.bias", outputs))
+      entries.append(vector((*attention, name, "bias"), f"{names}{name}_proj.bias", outputs))
   if c.qk_norm:
     for name in ("q_norm", "k_norm"):
-      path = ("layers", "attention", name, "scale")
-      entries.append(vector(path, f"{layer}self_attn.{name}.weight", (c.head_dim,)))
-  heads = (c.heads, c.head_dim)
-  entries.append(kernel(("layers", "attention", "o"), f"{layer}self_attn.o_proj", heads, (c.width,)))
-  for name, inputs, outputs in (
-    ("gate", c.width, c.mlp_width),
-    ("up", c.width, c.mlp_width),
-    ("down", c.mlp_width, c.width),
-  ):
-    entries.append(kernel(("layers", "mlp", name), f"{layer}mlp.{name}_proj", (inputs,), (outputs,)))
-  for path, tensor in {
-    ("layers", "attention_norm"): f"{layer}input_layernorm",
-    ("layers", "mlp_norm"): f"{layer}post_attention_layernorm",
-    ("final_norm",): "model.norm",
-  }.items():
-    entries.append(vector((*path, "scale"), f"{tensor}.weight", (c.width,)))
+      entries.append(vector((*attention, name, "scale"), f"{names}{name}.weight", (c.head_dim,)))
+  entries.append(kernel((*attention, "o", "kernel"), f"{names}o_proj", heads, width))
+  if c.experts:
+    mlp_width, tensors, leaf, stacked = (c.expert_mlp_width,), f"{layer}mlp.experts.{{}}.", (), (c.layers, c.experts)
+    entries.append(kernel(("layers", "mlp", "router", "kernel"), f"{layer}mlp.gate", width, (c.experts,)))
+  else:
+    mlp_width, tensors, leaf, stacked = (c.mlp_width,), f"{layer}mlp.", ("kernel",), layers
+  for name, inputs, outputs in (("gate", width, mlp_width), ("up", width, mlp_width), ("down", mlp_width, width)):
+    entries.append(kernel(("layers", "mlp", name, *leaf), f"{tensors}{name}_proj", inputs, outputs, stacked))
+  entries.append(vector(("layers", "attention_norm", "scale"), f"{layer}input_layernorm.weight", width))
+  entries.append(vector(("layers", "mlp_norm", "scale"), f"{layer}post_attention_layernorm.weight", width))
+  entries.append(vector(("final_norm", "scale"), "model.norm.weight", width, ()))
   if not c.tied_head:
-    entries.append(kernel(("head",), "lm_head", (c.width,), (c.vocab_size,)))
+    entries.append(kernel(("head", "kernel"), "lm_head", width, (c.vocab_size,), ()))
   return entries
 
 
 def load(
-  folder: str | Path, config: DecoderConfig | None = None, dtype: str = "float32"
+  folder: str | Path, config: DecoderConfig | None = None, dtype: str = "float32", *, places: Any = None
 ) -> tuple[DecoderConfig, Params]:
   """Reads a Hugging Face style folder.
 
@@ -111,12 +134,14 @@ def load(
     config: what the caller expects; its dtype and remat are kept, everything else must be what the folder holds.
       None takes the folder's shape with the decoder's own defaults for those two.
     dtype: of the parameters returned.
+    places: a sharding for each parameter, of `sharding.shardings(decoder.abstract_params(config), mesh)`. Every host
+      then reads what its devices hold and no more, and has one tensor at a time in its memory.
 
   Returns:
-    The config, and the parameters as NumPy arrays in the nesting of `decoder.init`.
+    The config, and the parameters in the nesting of `decoder.init`: NumPy arrays, or with `places` JAX arrays there.
 
   Raises:
-    UserError: a file or tensor is missing, has another shape, or is left over; the config is another one.
+    UserError: a file or tensor is missing, has another shape or dtype, or is left over; the config is another one.
   """
   folder = Path(folder)
   held = read_config(folder)
@@ -125,35 +150,62 @@ def load(
   check_same(folder, held, config)
   entries = _entries(config)
   files = _locate(folder)
-  _check_names(folder, entries, config, files)
+  _check_names(folder, entries, files)
   params: Params = {}
   with contextlib.ExitStack() as stack:
     shards = {name: _open(stack, folder / name) for name in sorted(set(files.values()))}
 
-    def read(entry: _Entry, tensor: str) -> np.ndarray:
-      shard = shards[files[tensor]]
+    def read(entry: _Entry, tensor: str, slices: tuple[slice, ...]) -> np.ndarray:
+      where = folder / files[tensor]
       try:
-        found = tuple(shard.get_slice(tensor).get_shape())
+        found = shards[files[tensor]].get_slice(tensor)
       except safetensors.SafetensorError as e:
+        raise UserError(f"{where} lacks the tensor {tensor} that {INDEX} places there: fetch the folder again") from e
+      if tuple(found.get_shape()) != entry.stored:
         raise UserError(
-          f"{folder / files[tensor]} lacks the tensor {tensor} that {INDEX} places there: fetch the folder again"
-        ) from e
-      if found != entry.stored:
-        raise UserError(
-          f"{folder / files[tensor]}: {tensor} has shape {found}, but config.json makes it {entry.stored}: "
+          f"{where}: {tensor} has shape {tuple(found.get_shape())}, but config.json makes it {entry.stored}: "
           "take the config.json that belongs to the weights"
         )
-      return entry.from_file(shard.get_tensor(tensor))
+      if found.get_dtype() not in DTYPES:
+        raise UserError(f"{where}: {tensor} is {found.get_dtype()}, not one of {', '.join(DTYPES)}: take other weights")
+      axes = entry.shape[len(entry.stacked) :]
+      shape = tuple(len(range(*s.indices(size))) for s, size in zip(slices, axes))
+      return entry.from_file(found[entry.stored_slices(slices)], shape).astype(dtype)
 
     for entry in entries:
-      if entry.layered:
-        value = np.empty((config.layers, *entry.shape), dtype)
-        for i in range(config.layers):
-          value[i] = read(entry, entry.tensor.format(i))
+      if places is None:
+        value = np.empty(entry.shape, dtype)
+        everything = (slice(None),) * (len(entry.shape) - len(entry.stacked))
+        for index, tensor in entry.tensors():
+          value[index] = read(entry, tensor, everything)
       else:
-        value = np.array(read(entry, entry.tensor), dtype, order="C")
+        value = _read_onto(entry, dtype, _lookup(places, entry.path), read)
       _insert(params, entry.path, value)
   return config, params
+
+
+def _read_onto(entry: _Entry, dtype: str, place: jax.sharding.Sharding, read: Callable[..., np.ndarray]) -> jax.Array:
+  """The parameter on its devices, each tensor cut and written into its place there before the next one is read."""
+  depth = len(entry.stacked)
+  parts: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}  # devices that hold the same part share one reading
+  for device, slices in place.addressable_devices_indices_map(entry.shape).items():
+    parts.setdefault(tuple(s.indices(n)[:2] for s, n in zip(slices, entry.shape)), []).append(device)
+  shape = place.shard_shape(entry.shape)
+  buffers = {device: jnp.zeros(shape, dtype, device=device) for devices in parts.values() for device in devices}
+  for index, tensor in entry.tensors():
+    for ranges, devices in parts.items():
+      if all(start <= i < stop for i, (start, stop) in zip(index, ranges)):
+        piece = read(entry, tensor, tuple(slice(*r) for r in ranges[depth:])).reshape((1,) * depth + shape[depth:])
+        start = [i - first for i, (first, _) in zip(index, ranges)] + [0] * (len(shape) - depth)
+        for device in devices:
+          buffers[device] = _write(buffers[device], piece, np.asarray(start, np.int32))
+        jax.block_until_ready([buffers[device] for device in devices])  # or the pieces would queue up in memory
+  return jax.make_array_from_single_device_arrays(entry.shape, place, list(buffers.values()))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(buffer: jax.Array, piece: jax.Array, start: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_update_slice(buffer, piece, list(start))
 
 
 def save(
@@ -207,10 +259,9 @@ def _locate(folder: Path) -> dict[str, str]:
     return dict.fromkeys(_open(stack, folder / SINGLE).keys(), SINGLE)
 
 
-def _check_names(folder: Path, entries: list[_Entry], config: DecoderConfig, files: dict[str, str]) -> None:
+def _check_names(folder: Path, entries: list[_Entry], files: dict[str, str]) -> None:
   """Every parameter has its tensor, and every tensor is used: an ignored one means another architecture."""
-  layers = {e: range(config.layers) if e.layered else (0,) for e in entries}
-  wanted = {e.tensor.format(i) for e in entries for i in layers[e]}
+  wanted = {tensor for entry in entries for _, tensor in entry.tensors()}
   where = folder / (INDEX if (folder / INDEX).is_file() else SINGLE)
   for tensor in sorted(wanted - set(files)):
     because = "" if tensor != "lm_head.weight" else ", but config.json says tie_word_embeddings false"
@@ -223,7 +274,8 @@ def _check_names(folder: Path, entries: list[_Entry], config: DecoderConfig, fil
 
 def _open(stack: contextlib.ExitStack, path: Path) -> Any:
   try:
-    return stack.enter_context(safetensors.safe_open(path, "np"))
+    # Not mapped into memory, where what was read would stay.
+    return stack.enter_context(safetensors.safe_open(path, "np", backend="pread"))
   except (safetensors.SafetensorError, OSError) as e:
     raise UserError(f"{path} cannot be read as safetensors ({e}): fetch the file again") from e
 
@@ -231,11 +283,12 @@ def _open(stack: contextlib.ExitStack, path: Path) -> Any:
 def _tensors(config: DecoderConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
   for entry in _entries(config):
     value = _lookup(params, entry.path)
-    if not entry.layered:
-      yield entry.tensor, entry.to_file(np.asarray(value))
-      continue
-    for i in range(config.layers):
-      yield entry.tensor.format(i), entry.to_file(np.asarray(value[i]))
+    rows = range(len(value)) if entry.stacked else (...,)
+    for row in rows:
+      held = np.asarray(value[row])  # of a layer, where there are layers: a device is asked once for all experts of it
+      for index in np.ndindex(entry.stacked[1:]):
+        where = (row, *index) if entry.stacked else ()
+        yield entry.tensor.format(*where), entry.to_file(held[index])
 
 
 def _write_shards(part: Path, tensors: Iterator[tuple[str, np.ndarray]], shard_bytes: int) -> None:

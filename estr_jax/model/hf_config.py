@@ -13,10 +13,23 @@ REQUIRED = {
   "llama": SHAPE,
   "qwen2": (*SHAPE, "num_key_value_heads"),
   "qwen3": (*SHAPE, "num_key_value_heads", "head_dim"),
+  "qwen3_moe": (*SHAPE, "num_key_value_heads", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
 }
 # What the architectures assume where config.json is silent.
-ABSENT = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ABSENT = {
+  "hidden_act": "silu",
+  "rms_norm_eps": 1e-6,
+  "rope_theta": 10000.0,
+  "tie_word_embeddings": False,
+  "norm_topk_prob": False,
+  "decoder_sparse_step": 1,
+}
+ARCHITECTURES = {
+  "llama": "LlamaForCausalLM",
+  "qwen2": "Qwen2ForCausalLM",
+  "qwen3": "Qwen3ForCausalLM",
+  "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -30,6 +43,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
   kind = c.get("model_type")
   if kind not in ARCHITECTURES:
     raise UserError(f"{path}: model_type {kind!r} is not supported: take one of {', '.join(ARCHITECTURES)}")
+  if "num_local_experts" in c:  # the newer name
+    c.setdefault("num_experts", c["num_local_experts"])
   for key in REQUIRED[kind]:
     if key not in c:
       raise UserError(f"{path} lacks {key!r}: take the config.json that belongs to the weights")
@@ -45,12 +60,15 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     "attention_bias": c.get("attention_bias"),  # it would put a bias on the output projection as well
     "mlp_bias": c.get("mlp_bias"),
     "quantised weights (quantization_config)": c.get("quantization_config"),
+    "dense layers among sparse ones (decoder_sparse_step, mlp_only_layers)": kind == "qwen3_moe"
+    and (c["decoder_sparse_step"] != 1 or c.get("mlp_only_layers")),
   }
   for what, asked in refused.items():
     if asked:
       raise UserError(f"{path} asks for {what}, which the decoder does not compute: take other weights")
 
   heads = c["num_attention_heads"]
+  sparse = kind == "qwen3_moe"
   return {
     "vocab_size": c["vocab_size"],
     "width": c["hidden_size"],
@@ -62,8 +80,12 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     "rope_theta": float(rope.get("rope_theta", c["rope_theta"])),
     "norm_eps": float(c["rms_norm_eps"]),
     "qkv_bias": kind == "qwen2",
-    "qk_norm": kind == "qwen3",
+    "qk_norm": kind in ("qwen3", "qwen3_moe"),
     "tied_head": c["tie_word_embeddings"],
+    "experts": c["num_experts"] if sparse else 0,
+    "experts_per_token": c["num_experts_per_tok"] if sparse else 0,
+    "expert_mlp_width": c["moe_intermediate_size"] if sparse else 0,
+    "norm_topk_prob": c["norm_topk_prob"] if sparse else False,
   }
 
 
@@ -80,7 +102,17 @@ def settings(config: DecoderConfig) -> dict[str, Any]:
   c = config
   if c.qkv_bias and c.qk_norm:
     raise UserError("no Hugging Face architecture has both qkv_bias and qk_norm: switch one off to write such a folder")
-  kind = "qwen2" if c.qkv_bias else "qwen3" if c.qk_norm else "llama"
+  if c.experts and not c.qk_norm:
+    raise UserError("no Hugging Face architecture has experts without qk_norm: switch it on to write such a folder")
+  kind = "qwen3_moe" if c.experts else "qwen2" if c.qkv_bias else "qwen3" if c.qk_norm else "llama"
+  sparse = {
+    "num_experts": c.experts,
+    "num_experts_per_tok": c.experts_per_token,
+    "moe_intermediate_size": c.expert_mlp_width,
+    "norm_topk_prob": c.norm_topk_prob,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+  }
   return {
     "architectures": [ARCHITECTURES[kind]],
     "model_type": kind,
@@ -95,6 +127,7 @@ def settings(config: DecoderConfig) -> dict[str, Any]:
     "rms_norm_eps": c.norm_eps,
     "hidden_act": "silu",
     "tie_word_embeddings": c.tied_head,
+    **(sparse if c.experts else {}),
   }
 
 
