@@ -11,7 +11,7 @@ import numpy as np
 from estr_jax.errors import UserError
 from estr_jax.learner import batching, step
 from estr_jax.learner.checkpoint import Checkpoints
-from estr_jax.objective.diagnostics import effective_sample_size
+from estr_jax.objective import diagnostics
 from estr_jax.observe.terminal import View
 from estr_jax.observe.writers import MetricsFile, Row, to_row
 from estr_jax.runtime.rollouts import Groups, Rollouts
@@ -143,14 +143,11 @@ def _check_finite(metrics: Mapping[str, Mean | np.ndarray], version: int) -> Non
       )
 
 
-def _derived(metrics: Mapping[str, Mean | np.ndarray]) -> dict[str, float]:
+def _derived(metrics: Mapping[str, Mean | np.ndarray]) -> dict[str, float | np.ndarray]:
   """Metrics that are functions of means and not means themselves."""
   length = metrics["rollout/length"]
   derived = {"policy/tokens": float(length.total)}
-  if "policy/ratio" in metrics:
-    ratio, square = (float(metrics[name].value()) for name in ("policy/ratio", "policy/ratio_square"))
-    derived["policy/ess"] = effective_sample_size(ratio, square)
-  return derived
+  return derived | (diagnostics.derive(metrics) if "policy/ratio" in metrics else {})
 
 
 def before_and_after(rows: list[Row]) -> dict[str, dict[str, float]]:
