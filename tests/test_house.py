@@ -62,7 +62,7 @@ def test_a_library_is_known_in_one_room(library, home):
 def test_the_readme_names_only_files_that_exist():
   """Fails if a path in the README has moved."""
   text = (ROOT / "README.md").read_text()
-  paths = re.findall(r"`((?:estr_jax|configs|experiments|tests)/[\w/.]*\w)(?::\w+)?`", text)
+  paths = re.findall(r"`((?:estr_jax|configs|docs|experiments|tests)/[\w/.]*\w)(?::\w+)?`", text)
   assert len(paths) > 8
   assert [path for path in paths if not (ROOT / path).exists()] == []
 
@@ -75,12 +75,17 @@ def test_every_make_target_of_the_readme_exists():
 
 def test_every_loss_has_its_hyperparameters_in_the_default_config():
   """Fails if a loss is added and its defaults are not, or a default is misspelt."""
-  import inspect
-
   from configs.default import get_config
-  from estr_jax.objective.losses import LOSSES
+  from estr_jax.objective.losses import LOSSES, keywords
 
   loss = get_config().loss
   for name, function in LOSSES.items():
-    wanted = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    assert set(loss[name]) | {"edge", "clip_low", "clip_high"} == wanted
+    wanted = set(keywords(function))
+    assert set(loss[name]) <= wanted <= set(loss[name]) | {"edge", "clip_low", "clip_high"}, name
+
+
+def test_the_tables_of_methods_are_those_of_the_code():
+  """Fails if a loss, a default or a recipe is changed and docs/methods.md is not written anew."""
+  from experiments.method_tables import tables
+
+  assert (ROOT / "docs/methods.md").read_text() == tables(), "run python -m experiments.method_tables"

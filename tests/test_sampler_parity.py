@@ -19,7 +19,7 @@ def teacher_forced(trajectory, params, temperature):
   tokens[0, : len(trajectory.tokens)] = trajectory.tokens
   segment[0, : len(trajectory.tokens)] = 1
   scores = _score(params, tokens, segment, temperature)
-  return [np.asarray(value)[0, : len(trajectory.tokens)] for value in scores]
+  return [np.asarray(value)[0, : len(trajectory.tokens)] for value in scores[:3]]
 
 
 @jax.jit
@@ -42,7 +42,7 @@ def stepwise(trajectory, params_of, temperature):
     logits = scoring.logits(hidden[:, 0], decoder.head_kernel(MODEL, params))
     target = trajectory.tokens[None, position + 1]
     values = scoring.score_logits(logits, target, temperature=temperature)
-    scores[:, position + 1] = [float(value[0]) for value in values]
+    scores[:, position + 1] = [float(value[0]) for value in values[:3]]
   return scores
 
 

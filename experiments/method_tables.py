@@ -1,0 +1,78 @@
+"""Writes docs/methods.md from the code: python -m experiments.method_tables [--out=docs/methods.md]"""
+
+import argparse
+import inspect
+import sys
+from pathlib import Path
+
+from configs.default import get_config
+from configs.recipes import RECIPES
+from estr_jax.objective import losses
+from estr_jax.objective.advantages import ESTIMATORS
+from estr_jax.objective.aggregation import AGGREGATIONS
+from estr_jax.objective.penalties import KL_ESTIMATORS
+
+_HEAD = """# Methods
+
+Written by `python -m experiments.method_tables`; a test fails where this file and the code differ. The contract stands
+in `estr_jax/objective/losses/__init__.py`.
+
+Three policies score a token: mu sampled it, q is the learner before the update, pi is being updated. The edges of the
+policy triangle are E = pi / mu ("direct"), U = pi / q ("proximal") and B = q / mu; "E|U" is where `loss.edge` chooses.
+Masks and weights are detached; shapers are differentiated. A loss of scope token or sequence does not depend on how a
+batch is split into microbatches; one of scope group or batch takes its statistics from the microbatch that it sees.
+Hyper-parameters without a default of their own take `loss.clip_low`, `loss.clip_high` and `loss.edge`.
+"""
+
+
+def tables() -> str:
+  """The whole file."""
+  config = get_config()
+  methods = []
+  for name, method in losses.METHODS.items():
+    own = config.loss[name]
+    hyper = ", ".join(f"{key} {own[key]}" if key in own else key for key in losses.keywords(method.loss))
+    methods.append((f"`{name}`", method.edge, method.operator, method.scope, hyper or "none", method.source))
+  recipes = [(f"`{name}`", ", ".join(f"`{key}={value}`" for key, value in r.items())) for name, r in RECIPES.items()]
+  parts = [
+    _HEAD,
+    "## Losses (`loss.name`)\n",
+    _table(("method", "edge", "operator", "scope", "hyper-parameters", "source"), methods),
+    "## Advantages (`advantage.name`)\n",
+    _table(("estimator", "definition"), _described(ESTIMATORS)),
+    "## Aggregation (`loss.aggregation`)\n",
+    _table(("name", "weight of a policy token"), _described(AGGREGATIONS)),
+    "## KL penalties (`loss.kl.estimator`, against `loss.kl.anchor`)\n",
+    _table(("estimator", "definition"), _described(KL_ESTIMATORS)),
+    "## Recipes (`configs/recipes.py:NAME`)\n",
+    _table(("recipe", "keys"), recipes),
+  ]
+  return "\n".join(parts)
+
+
+def _described(functions: dict) -> list[tuple[str, str]]:
+  """The first paragraph of every docstring."""
+  paragraphs = {name: inspect.getdoc(function).split("\n\n")[0] for name, function in functions.items()}
+  return [(f"`{name}`", " ".join(text.split())) for name, text in paragraphs.items()]
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+  lines = [head, ("---",) * len(head), *rows]
+  return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(prog="python -m experiments.method_tables", description="Writes the method tables.")
+  parser.add_argument("--out", type=Path, default=Path("docs/methods.md"), help="the file to write")
+  out = parser.parse_args().out
+  try:
+    out.write_text(tables())
+  except OSError as error:
+    print(f"error: {out} cannot be written: {error.strerror}; name another --out", file=sys.stderr)
+    return 2
+  print(out)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
