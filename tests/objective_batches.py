@@ -1,154 +1,224 @@
-"""Batches for the objective's tests: every kind of token that a loss must survive, away from every threshold."""
+"""Batches for the objective's tests: every kind of token that a loss must survive, and one way to run any loss."""
 
-import dataclasses
 import functools
+import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import references
-from hypothesis import strategies as st
 
-from estr_jax.objective.losses import LOSSES
-from estr_jax.structs import NO_VERSION, Batch, TokenLoss
+from configs.default import get_config
+from estr_jax.objective.losses import LOSSES, keywords
+from estr_jax.objective.triangle import EDGES
+from estr_jax.structs import Batch, Scores, TokenLoss
 
-# Hyper-parameters of every loss; a loss takes those in HYPER_OF.
-HYPER_OF = {
-  "estr": ("tau", "eps", "clip_low", "clip_high"),
-  "ppo": ("clip_low", "clip_high"),
-  "icepop": ("low", "high", "clip_low", "clip_high"),
-  "kpop": ("phi", "clip_low", "clip_high"),
-}
-DEFAULTS = {"tau": 1.0, "eps": 0.01, "low": 0.5, "high": 5.0, "phi": 0.5, "clip_low": 0.2, "clip_high": 0.28}
+CONFIG = get_config().loss
+VOCABULARY = 5
+SHAPE = (3, 6)
 
-POLICY_KINDS = ("policy", "certain", "flat", "unsampled", "broken")
-KINDS = ("policy", "policy", "policy", "certain", "flat", "unsampled", "broken", "tool", "padding")
-SHAPES = ((1, 1), (3, 6))
+# The strings that choose a loss's form; the first is the one that a test takes when it needs only one.
+WORDS = {"edge": EDGES, "divergence": ("kl", "tv", "chi2"), "scope": ("token", "sequence", "geometric")}
+WORDS_OF = {"trm": {"divergence": ("k3", "vocabulary")}, "score_centering": {"weight": ("tis", "mis", "one")}}
+
+POLICY_KINDS = ("policy", "certain", "far", "unsampled", "broken")
+KINDS = (*POLICY_KINDS, "tool", "padding")
 
 
-def hyper(name: str, values: dict = DEFAULTS) -> dict:
-  return {key: values[key] for key in HYPER_OF[name]}
+def words(name: str) -> list[dict[str, str]]:
+  """Every combination of a loss's strings."""
+  choices = WORDS | WORDS_OF.get(name, {})
+  mine = {key: choices[key] for key in keywords(LOSSES[name]) if isinstance(hyper(name)[key], str)}
+  return [dict(zip(mine, values)) for values in itertools.product(*mine.values())]
 
 
-def run(name: str, edge: str, logprob_BT, batch: Batch, values: dict = DEFAULTS) -> tuple[TokenLoss, np.ndarray]:
-  """(token loss, d sum(value) / d log pi) as NumPy. One compilation for each loss, edge and shape."""
-  token_loss, gradient = _compiled(name, edge)(logprob_BT, batch, hyper(name, values))
-  return TokenLoss(*(np.asarray(x) for x in token_loss)), np.asarray(gradient)
+def every_form() -> list[tuple[str, dict[str, str]]]:
+  """(name, words) of every loss in each of its forms."""
+  return [(name, form) for name in LOSSES for form in words(name)]
+
+
+def label(value) -> str | None:
+  """The name of a form in a test's id."""
+  return "-".join(value.values()) if isinstance(value, dict) else None
+
+
+def hyper(name: str, **changes) -> dict:
+  """The hyper-parameters of a loss: the defaults of configs/default.py, with changes."""
+  own = CONFIG[name]
+  defaults = {key: own[key] if key in own else CONFIG[key] for key in keywords(LOSSES[name])}
+  unknown = set(changes) - set(defaults)
+  assert not unknown, f"{name} has no {unknown}"
+  return defaults | changes
+
+
+class Result(NamedTuple):
+  """A TokenLoss as NumPy, and the gradient of the sum of its values in log pi and in the whole vocabulary's."""
+
+  value: np.ndarray  # [B, T]
+  keep: np.ndarray
+  clipped: np.ndarray
+  gradient: np.ndarray
+  vocabulary_gradient: np.ndarray  # [B, T, V]
+
+
+def run(name: str, policy: Scores, batch: Batch, **changes) -> Result:
+  """One compilation for each loss, its words and the shape of the batch; the numbers are traced."""
+  values = hyper(name, **changes)
+  strings = tuple((key, value) for key, value in values.items() if isinstance(value, str))
+  numbers = {key: np.float32(value) for key, value in values.items() if not isinstance(value, str)}
+  (gradient, vocabulary), token_loss = _compiled(name, strings)(policy, batch, numbers)
+  return Result(*(np.asarray(x) for x in (*token_loss, gradient, vocabulary)))
 
 
 @functools.cache
-def _compiled(name: str, edge: str):
-  def total(logprob_BT, batch, values):
-    token_loss = LOSSES[name](logprob_BT, batch, edge=edge, **values)
+def _compiled(name: str, strings: tuple[tuple[str, str], ...]):
+  def total(logprob_BT, vocabulary_BTV, policy, batch, numbers) -> tuple[jax.Array, TokenLoss]:
+    live = policy._replace(logprob=logprob_BT, vocabulary=vocabulary_BTV)
+    token_loss = LOSSES[name](live, batch, **dict(strings), **numbers)
     return jnp.sum(token_loss.value), token_loss
 
-  def both(logprob_BT, batch, values):
-    gradient, token_loss = jax.grad(total, has_aux=True)(logprob_BT, batch, values)
-    return token_loss, gradient
+  def both(policy, batch, numbers):
+    return jax.grad(total, argnums=(0, 1), has_aux=True)(policy.logprob, policy.vocabulary, policy, batch, numbers)
 
-  return jax.jit(both)
+  # Compiled without optimisations: most of the time of these tests is compilation.
+  return jax.jit(both, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def build(kinds, shape, seed: int, values: dict = DEFAULTS) -> tuple[np.ndarray, Batch]:
-  """(log pi [B, T], batch) with one kind of token at each place, row by row.
+def build(seed: int, shape: tuple[int, int] = SHAPE, kinds=None) -> tuple[Scores, Batch]:
+  """A random policy and batch; NumPy arrays. `kinds` fixes the kind of every token, row by row.
 
-  policy: an ordinary sampled token. certain: H = 0. flat: advantage 0. unsampled: a stored log-prob of -inf.
-  broken: a stored log-prob of NaN. tool: not of the policy, and everything stored about it is rubbish.
-  padding: zeros. A token within 0.1% of any threshold of `values` is made on-policy, where no rounding matters.
+  policy: an ordinary sampled token. certain: H = 0. far: a log-ratio beyond +-20. unsampled: a stored log-prob of
+  -inf. broken: a stored log-prob of NaN. tool: not of the policy, and all that is stored about it is rubbish.
+  padding: behind the segments of a row.
+
+  How far the policies are apart, how many tokens are odd, how the rows are packed, which groups have equal rewards
+  (and so no advantage): all differ from seed to seed.
   """
   random = np.random.default_rng(seed)
-  kinds = np.array(kinds).reshape(shape)
+  segment, group, reward, advantage = _sequences(random, shape)
+  if kinds is None:
+    odd = random.choice([0.0, 0.03, 0.2])
+    kinds = random.choice(KINDS[:-1], size=shape, p=[1 - 4.5 * odd, 1.5 * odd, *[0.5 * odd] * 2, 0.5 * odd, 1.5 * odd])
+  kinds = np.where(segment == 0, "padding", np.array(kinds).reshape(shape))
   mask = np.isin(kinds, POLICY_KINDS)
 
-  def move(log_p):
-    moved = log_p + random.normal(size=shape) * random.choice([1e-3, 0.1, 0.4, 2.0], size=shape)
-    return np.minimum(moved, 0.0).astype(np.float32)
+  scales = [[0.0, 0.003, 0.03], [0.003, 0.1, 0.4], [0.1, 0.4, 2.0]][random.integers(3)]
+  stored = -(10.0 ** random.uniform(-7, 1.0, size=shape))
+  step = random.normal(size=(2, *shape)) * random.choice(scales, size=(2, *shape))
+  logprob, proximal = np.where(stored + step > 0, stored - np.abs(step), stored + step)
+  far = kinds == "far"
+  lower = random.random(shape) < 0.5
+  logprob = np.where(far, np.where(lower, -25.0, -0.5), logprob)
+  stored = np.where(far, np.where(lower, -0.5, -25.0), stored)
+  tokens = random.integers(VOCABULARY, size=shape)
+  rest = random.normal(size=(*shape, VOCABULARY)) * 1.5
+  moved = rest + random.normal(size=rest.shape) * random.choice(scales, size=shape)[..., None]
+  unseen = (random.random(rest.shape) < 0.1) & (np.cumsum(np.ones(rest.shape), -1) < VOCABULARY)
+  stored = np.where(kinds == "unsampled", -np.inf, stored)
+  log_mu = _vocabulary(stored, tokens, np.where(unseen, -np.inf, rest))
+  log_pi = _vocabulary(logprob, tokens, moved)
+  stored = np.where(kinds == "broken", np.nan, stored)
+  log_mu[kinds == "broken"] = np.nan
 
-  stored = (-(10.0 ** random.uniform(-7, 1.2, size=shape))).astype(np.float32)
-  proximal, logprob = move(stored), move(stored)
-  entropy = (10.0 ** random.uniform(-3, 0.8, size=shape)).astype(np.float32)
+  entropy, learner_entropy = 10.0 ** random.uniform(-3, 0.8, size=(2, *shape))
   entropy[kinds == "certain"] = 0.0
-  advantage = random.normal(size=shape).astype(np.float32)
-  advantage[kinds == "flat"] = 0.0
-  draft = Batch(
-    tokens=np.ones(shape, np.int32),
-    mask=mask,
-    logprob=stored,
-    entropy=entropy,
-    version=np.where(mask, 3, NO_VERSION).astype(np.int32),
-    segment=(kinds != "padding").astype(np.int32),
-    advantage=advantage,
-    proximal=proximal,
-  )
-  near = near_a_threshold(logprob, draft, values)
-  logprob, proximal = np.where(near, stored, logprob), np.where(near, stored, proximal)
-  rubbish = {"unsampled": -np.inf, "broken": np.nan, "tool": -np.inf, "padding": 0.0}
-  for kind, bad in rubbish.items():
-    stored = np.where(kinds == kind, np.float32(bad), stored)
-  for array in (entropy, advantage, proximal, logprob):
-    array[kinds == "padding"] = 0.0
-    array[kinds == "tool"] = np.nan
-  return logprob, dataclasses.replace(draft, logprob=stored, entropy=entropy, advantage=advantage, proximal=proximal)
-
-
-def near_a_threshold(logprob_BT, batch: Batch, values: dict) -> np.ndarray:
-  """bool [B, T]: float32 may fall on the other side of a threshold of some loss than float64."""
-
-  def near(quantity, threshold):
-    return np.abs(quantity - threshold) <= 1e-3 * threshold
-
-  direct, proximal, behaviour = (
-    np.exp(references.log_edge(logprob_BT, batch, edge)) for edge in ("direct", "proximal", "behaviour")
-  )
-  result = near(references.estr_score(logprob_BT, batch, values["eps"]), values["tau"])
-  for kl in (
-    references.bernoulli_kl(logprob_BT, batch.logprob),
-    references.bernoulli_kl(batch.logprob, logprob_BT),
-  ):
-    result |= near(kl, values["phi"])
-  for ratio in (direct, behaviour):
-    result |= near(ratio, values["low"]) | near(ratio, values["high"])
-  for ratio in (direct, proximal):
-    result |= near(ratio, 1 - values["clip_low"]) | near(ratio, 1 + values["clip_high"])
-  return result
-
-
-@st.composite
-def cases(draw) -> tuple[np.ndarray, Batch, dict]:
-  """(log pi, batch, hyper-parameters of every loss)."""
-  shape = draw(st.sampled_from(SHAPES))
-  size = shape[0] * shape[1]
-  kinds = draw(st.lists(st.sampled_from(KINDS), min_size=size, max_size=size))
-  low, high = draw(st.sampled_from([(0.5, 5.0), (0.2, 2.0), (0.9, 1.1)]))
-  clip_low, clip_high = draw(st.sampled_from([(0.2, 0.28), (0.2, 0.2), (0.05, 0.6)]))
-  values = {
-    "tau": draw(st.sampled_from([0.25, 1.0, 4.0])),
-    "eps": draw(st.sampled_from([0.01, 0.3])),
-    "phi": draw(st.sampled_from([0.02, 0.5, 2.0])),
-    "low": low,
-    "high": high,
-    "clip_low": clip_low,
-    "clip_high": clip_high,
+  gini = random.uniform(size=shape)
+  gini[kinds == "certain"] = 0.0
+  arrays = {
+    "logprob": stored,
+    "entropy": entropy,
+    "gini": gini,
+    "reward": reward,
+    "advantage": advantage,
+    "proximal": proximal,
+    "reference": proximal - 0.1,
+    "vocabulary": log_mu,
   }
-  return (*build(kinds, shape, draw(st.integers(0, 2**32 - 1)), values), values)
+  learner_gini = 1 - np.square(np.exp(log_pi)).sum(-1)
+  scores = {"logprob": logprob, "entropy": learner_entropy, "gini": learner_gini, "vocabulary": log_pi}
+  batch = Batch(
+    tokens=tokens.astype(np.int32),
+    mask=mask,
+    staleness=random.integers(6, size=shape).astype(np.int32),
+    segment=segment,
+    group=group,
+    **{name: array.astype(np.float32) for name, array in arrays.items()},
+  )
+  policy = Scores(**{name: array.astype(np.float32) for name, array in scores.items()})
+  return spoilt(policy, batch, random.choice([0.0, np.nan, np.inf, -np.inf, 1e30], size=shape))
 
 
-def tokens(log_pi, log_mu, *, entropy=1.0, advantage=1.0, log_q=None, mask=True) -> tuple[np.ndarray, Batch]:
-  """(log pi [1, T], batch) of hand-made policy tokens; a scalar stands for every token."""
-  shape = np.broadcast_shapes(*(np.shape(x) for x in (log_pi, log_mu, entropy, advantage, mask)))
+def spoilt(policy: Scores, batch: Batch, bad) -> tuple[Scores, Batch]:
+  """The same policy tokens with `bad` in every float array outside the mask."""
+
+  def spoil(array):
+    if array is None or array.dtype != np.float32:
+      return array
+    here = np.asarray(batch.mask).reshape(batch.mask.shape + (1,) * (array.ndim - 2))
+    rubbish = np.broadcast_to(np.asarray(bad, np.float32), batch.mask.shape).reshape(here.shape)
+    return np.where(here, array, rubbish)
+
+  return jax.tree.map(spoil, policy), jax.tree.map(spoil, batch)
+
+
+def _sequences(random, shape):
+  """(segment, group, reward, advantage) [B, T]: 0 to 3 sequences a row, of up to 3 prompts in the batch."""
+  rows, length = shape
+  segment, group = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+  reward, advantage = np.zeros(shape), np.zeros(shape)
+  equal = random.random(4) < 0.2
+  kind = random.integers(3)  # rewards of 0 and 1, of anything, or below 0
+  for row in range(rows):
+    cuts = np.sort(random.integers(1, length + 1, size=random.integers(1, 4)))
+    start = 0
+    for index, end in enumerate(np.unique(cuts), 1):
+      prompt = random.integers(1, 4)
+      of_sequence = [float(random.random() < 0.5), random.normal(), -random.random()][kind]
+      here = (row, slice(start, end))
+      segment[here], group[here] = index, prompt
+      reward[here] = 1.0 if equal[prompt] else of_sequence
+      advantage[here] = 0.0 if equal[prompt] else random.normal()
+      start = end
+  return segment, group, reward, advantage
+
+
+def _vocabulary(log_p, tokens, rest):
+  """log-probs [B, T, V] with `log_p` at the token and the other mass spread by the logits `rest`."""
+  onehot = np.arange(VOCABULARY) == tokens[..., None]
+  with np.errstate(divide="ignore", invalid="ignore"):
+    others = np.where(onehot, -np.inf, rest)
+    others = others - np.log(np.exp(others).sum(-1, keepdims=True)) + np.log(-np.expm1(log_p))[..., None]
+  return np.where(onehot, log_p[..., None], others)
+
+
+def tokens(log_pi, log_mu, *, log_q=None, entropy=1.0, advantage=1.0, mask=True, **others) -> tuple[Scores, Batch]:
+  """(policy, batch) [1, T] of hand-made tokens of one sequence; a scalar stands for every token.
+
+  `others`: any further field of the batch; vocabulary, and policy_vocabulary, [T, V].
+  """
+  given = (log_pi, log_mu, entropy, advantage, mask, others.get("segment", 1), others.get("staleness", 0))
+  shape = np.broadcast_shapes(*(np.shape(x) for x in given))
   shape = (1, *(shape or (1,)))
 
   def full(value, dtype=np.float32):
-    return np.broadcast_to(np.asarray(value, dtype), shape)
+    return None if value is None else np.broadcast_to(np.asarray(value, dtype), shape)
 
+  def whole(value):
+    return None if value is None else np.broadcast_to(np.asarray(value, np.float32), (*shape, np.shape(value)[-1]))
+
+  policy_vocabulary = whole(others.pop("policy_vocabulary", None))
+  vocabulary = whole(others.pop("vocabulary", None))
+  integers = {"tokens": 0, "staleness": 0, "segment": 1, "group": 1}
+  floats = {"gini": 0.5, "reward": 0.0, "reference": None}
+  assert not set(others) - set(integers) - set(floats), others
   batch = Batch(
-    tokens=full(1, np.int32),
     mask=full(mask, bool),
     logprob=full(log_mu),
     entropy=full(entropy),
-    version=full(0, np.int32),
-    segment=full(1, np.int32),
     advantage=full(advantage),
-    proximal=None if log_q is None else full(log_q),
+    proximal=full(log_q),
+    vocabulary=vocabulary,
+    **{name: full(others.get(name, value), np.int32) for name, value in integers.items()},
+    **{name: full(others.get(name, value)) for name, value in floats.items()},
   )
-  return full(log_pi), batch
+  return Scores(full(log_pi), full(entropy), full(0.5), policy_vocabulary), batch

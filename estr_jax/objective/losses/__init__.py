@@ -7,7 +7,8 @@ The contract. A loss is `loss(policy, batch, **hyper) -> TokenLoss`:
 * `value` is the token's loss, to be minimised; it is exactly 0, with a gradient of exactly 0, where not `keep`.
 * `keep` is a subset of `batch.mask`, detached, and depends on theta where its edge does: it is computed anew at every
   update. It touches nothing else: not the advantages, not the rewards, not the denominator.
-* `clipped` marks kept tokens on which a bound acted: a clip took the gradient away, or a weight was cut.
+* `clipped` marks kept tokens on which a bound acted: a clip took the gradient away, or a method's cap cut a weight.
+  Ratios beyond exp(+-MAX_LOG_RATIO) are cut everywhere; that is marked where it takes the gradient of a shaper.
 * A token whose stored log-prob is not finite has no ratio, and is not kept by any loss that reads a ratio.
 * Masks and weights are detached; a shaper is differentiated.
 * Scopes. A token's loss reads that token. A sequence's reads its own segment. A group's or a batch's reads all that

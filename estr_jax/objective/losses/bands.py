@@ -94,11 +94,11 @@ def trm(policy: Scores, batch: Batch, *, divergence: str, bound: float) -> Token
   """
   delta, there_BT = composition.safe_log_ratio(policy, batch, "direct")
   if divergence == "vocabulary":
-    worst_BT = jnp.where(batch.mask, trust_regions.vocabulary_kl(policy, batch), 0.0)
+    divergence_BT = trust_regions.vocabulary_kl(policy, batch)
   else:
     frozen = jax.lax.stop_gradient(delta)
-    k3_BT = bounded_exp(frozen) - 1 - frozen
-    worst_BT = jnp.where(there_BT, k3_BT, jnp.where(batch.mask, jnp.inf, 0.0))
+    divergence_BT = bounded_exp(frozen) - 1 - frozen
+  worst_BT = jnp.where(there_BT, divergence_BT, jnp.where(batch.mask, jnp.inf, 0.0))
   keep_BT = trust_regions.at_most(sequence_max(worst_BT, batch.segment), bound)
   return composition.shaped(delta, batch, keep_BT=there_BT & keep_BT)
 

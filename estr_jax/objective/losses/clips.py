@@ -7,7 +7,7 @@ from estr_jax.objective import trust_regions
 from estr_jax.objective.divergence_bands import chi2_band, kl_band, tv_band
 from estr_jax.objective.losses import composition
 from estr_jax.objective.scopes import first_of_sequence, group_sum, sequence_mean
-from estr_jax.objective.surrogates import bounded_exp
+from estr_jax.objective.surrogates import MAX_LOG_RATIO, bounded_exp
 from estr_jax.objective.triangle import log_anchor
 from estr_jax.structs import Batch, Scores, TokenLoss
 
@@ -44,7 +44,7 @@ def gmpo(policy: Scores, batch: Batch, *, edge: str, band: float) -> TokenLoss:
   cut_BT = jnp.where(batch.advantage >= 0, frozen > band, frozen < -band) & (batch.advantage != 0)
   delta = jnp.where(cut_BT, jnp.clip(frozen, -band, band), delta)
   token_loss = composition.shaped(sequence_mean(delta, there_BT, batch.segment), batch, keep_BT=there_BT)
-  return token_loss._replace(clipped=there_BT & cut_BT)
+  return token_loss._replace(clipped=token_loss.clipped | (there_BT & cut_BT))
 
 
 def sapo(policy: Scores, batch: Batch, *, edge: str, positive: float, negative: float) -> TokenLoss:
@@ -54,8 +54,10 @@ def sapo(policy: Scores, batch: Batch, *, edge: str, positive: float, negative: 
   """
   delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
   temperature_BT = jnp.where(batch.advantage > 0, positive, negative)
-  gate = jax.nn.sigmoid(temperature_BT * (bounded_exp(delta) - 1))
-  return composition.finish(batch.advantage * 4 / temperature_BT * gate, there_BT, False)
+  # 1 - sigmoid(-x) is sigmoid(x) whose derivative s (1 - s) does not cancel where r is large.
+  gate = 1 - jax.nn.sigmoid(-temperature_BT * (bounded_exp(delta) - 1))
+  beyond_BT = (jnp.abs(delta) > MAX_LOG_RATIO) & (batch.advantage != 0)
+  return composition.finish(batch.advantage * 4 / temperature_BT * gate, there_BT, beyond_BT)
 
 
 def stable_reinforce(
@@ -72,7 +74,7 @@ def stable_reinforce(
   """PPO with r bounded to [ratio_low, ratio_high] before the exponential, and outlying advantages dropped.
 
   The bound takes the gradient also where PPO leaves it open. A token is dropped where its advantage lies further than
-  `sigmas` population standard deviations from the mean over the policy tokens that are here (Zhang et al.,
+  `sigmas` population standard deviations from the mean over the tokens here that have a ratio (Zhang et al.,
   arXiv 2505.02835; the released code compares standardised advantages with bounds of the raw ones, a slip that is not
   repeated here).
   """
@@ -92,9 +94,10 @@ def stable_reinforce(
 def sat(policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high: float, quantile: float) -> TokenLoss:
   """PPO whose clip shrinks for the stalest tokens (SAT, arXiv 2607.18722).
 
-  Where |delta| on the direct edge is above its `quantile` q over the tokens that are here, the endpoint on delta's
-  side is drawn in: 1 + clip_high c where delta > 0, 1 - clip_low c where delta < 0, with c a Hill kernel of exponent
-  2. No public source gives the kernel's exact form: c = 1 / (1 + (delta / q)^2) is the standard one, and our reading.
+  Where |delta| on the direct edge is above its `quantile` q over the tokens here that have a ratio (linear between
+  two of them), the endpoint on delta's side is drawn in: 1 + clip_high c where delta > 0, 1 - clip_low c where
+  delta < 0, with c a Hill kernel of exponent 2. No public source gives the kernel's exact form:
+  c = 1 / (1 + (delta / q)^2) is the standard one, and our reading.
   """
   delta, there_BT = composition.safe_log_ratio(policy, batch, "direct")
   delta = jax.lax.stop_gradient(delta)
@@ -128,7 +131,8 @@ def gapo(policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high:
   """PPO whose upper clip follows how hard the prompt was (GAPO, arXiv 2609.00444, token form; read second-hand).
 
   With c of the group's k sequences rewarded above 0 it is clip_low + (clip_high - clip_low) (k - c) / (k - 1) where
-  A > 0: the full clip_high for the only right answer, clip_low where all are right. The group is what is here of it.
+  A > 0: the full clip_high for the only right answer, or where none is, and clip_low where all are right. The group is
+  what is here of it, and k - 1 is at least 1.
   """
   once_BT = first_of_sequence(batch.mask, batch.segment)
   size_BT = group_sum(once_BT.astype(jnp.float32), batch.group)
@@ -143,9 +147,9 @@ def clip_cov(
 ) -> TokenLoss:
   """PPO without the tokens that would lower the entropy most (Clip-Cov, Cui et al., arXiv 2505.22617).
 
-  cov = (A - mean A) (log pi - mean log pi) over the tokens that are here. Among those with low < cov < high that the
-  clip leaves alone, a `share` of all tokens, and at least one, loses its gradient. The source draws them at random;
-  here they are the largest, so that a replay drops the same ones.
+  cov = (A - mean A) (log pi - mean log pi) over the tokens here that have a ratio. Among those with low < cov < high
+  that the clip leaves alone, a `share` of all, rounded down, and at least one is dropped. The source draws them at
+  random; here they are the largest, so that a replay drops the same ones.
   """
   token_loss = composition.clipped(policy, batch, edge=edge, clip_low=clip_low, clip_high=clip_high)
   covariance_BT = _covariance(policy, batch, token_loss.keep)
@@ -157,13 +161,16 @@ def clip_cov(
 def kl_cov(policy: Scores, batch: Batch, *, edge: str, share: float, coefficient: float) -> TokenLoss:
   """-r A, plus coefficient x |log r| on the tokens of largest covariance (KL-Cov, Cui et al., arXiv 2505.22617).
 
-  cov as in `clip_cov`; a `share` of the tokens, and at least one, is penalised. There is no clip.
+  cov as in `clip_cov`; a `share` of the tokens, rounded down, and at least one is penalised. There is no clip, and at
+  r = 1 the penalty has no gradient.
   """
   delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
   token_loss = composition.shaped(delta, batch, keep_BT=there_BT)
   number = jnp.floor(share * jnp.sum(there_BT))
   chosen_BT = trust_regions.largest(_covariance(policy, batch, there_BT), there_BT, number)
-  return token_loss._replace(value=token_loss.value + jnp.where(chosen_BT, coefficient * jnp.abs(delta), 0.0))
+  # The derivative of jnp.abs at 0 is 1, which would push every on-policy token that is chosen.
+  penalty_BT = jnp.where(delta == 0, 0.0, coefficient * jnp.abs(delta))
+  return token_loss._replace(value=token_loss.value + jnp.where(chosen_BT, penalty_BT, 0.0))
 
 
 def _covariance(policy: Scores, batch: Batch, where_BT: jax.Array) -> jax.Array:

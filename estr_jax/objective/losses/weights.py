@@ -121,14 +121,16 @@ def vcpo(policy: Scores, batch: Batch, *, cap: float) -> TokenLoss:
   """
   delta, there_BT = composition.safe_log_ratio(policy, batch, "direct")
   rho = jnp.exp(log_sequence_weight(jax.lax.stop_gradient(delta), there_BT, batch.segment))
-  probability_BT = jnp.exp(jnp.where(there_BT, jax.lax.stop_gradient(policy.logprob), 0.0))
-  norm_BT = 2 - 2 * probability_BT - required(policy.gini, "policy.gini")
+  others_BT = -jnp.expm1(jnp.where(there_BT, jax.lax.stop_gradient(policy.logprob), 0.0))  # 1 - p_t
+  # At least (1 - p_t)^2: rounded below 0 where p_t is nearly 1, weights of both signs would give any baseline.
+  norm_BT = jnp.maximum(2 * others_BT - required(policy.gini, "policy.gini"), jnp.square(others_BT))
   norm_BT = sequence_sum(jnp.where(there_BT, norm_BT, 0.0), batch.segment)
   once_BT = first_of_sequence(there_BT, batch.segment)
   share_BT = jnp.where(once_BT, jnp.square(rho) * norm_BT, 0.0)
   total_BT = group_sum(share_BT, batch.group)
-  baseline_BT = group_sum(share_BT * batch.reward, batch.group) / jnp.where(total_BT > 0, total_BT, 1.0)
-  centred = Batch(**{**vars(batch), "advantage": jnp.where(there_BT, batch.reward - baseline_BT, 0.0)})
+  reward_BT = jnp.where(there_BT, batch.reward, 0.0)
+  baseline_BT = group_sum(share_BT * reward_BT, batch.group) / jnp.where(total_BT > 0, total_BT, 1.0)
+  centred = Batch(**{**vars(batch), "advantage": jnp.where(there_BT, reward_BT - baseline_BT, 0.0)})
   return composition.reinforce(policy, centred, keep_BT=there_BT, weight_BT=jnp.minimum(rho, cap), bounded_BT=rho > cap)
 
 
@@ -158,8 +160,8 @@ def stare(
 ) -> TokenLoss:
   """Dual-clipped PPO with more weight on surprising good tokens while the entropy is low (STARE, arXiv 2606.19236).
 
-  While pi's mean entropy over the tokens that are here is below `target` nats, the `share` of the tokens of A > 0 with
-  the largest -log pi has weight `boost`, at least one token. The released default leaves tokens of A < 0 alone.
+  While pi's mean entropy over the policy tokens that are here is below `target` nats, the `share` of the tokens of
+  A > 0 with the largest -log pi, rounded up, has weight `boost`. The released default leaves tokens of A < 0 alone.
   """
   token_loss = composition.clipped(policy, batch, edge=edge, clip_low=clip_low, clip_high=clip_high, dual=dual)
   entropy_BT = jax.lax.stop_gradient(required(policy.entropy, "policy.entropy"))
