@@ -208,7 +208,9 @@ def update_of(config: ConfigDict, model: DecoderConfig) -> Update:
     temperature=config.sampling.temperature,
     score_chunk=config.learner.score_chunk,
   )
-  train_step = step.make_train_step(model, objective, rule, diagnostics=config.learner.diagnostics, **shared)
+  diagnostics = config.learner.diagnostics
+  entropy = diagnostics or objective.reads("entropy", hyper)
+  train_step = step.make_train_step(model, objective, rule, entropy=entropy, diagnostics=diagnostics, **shared)
   assemble = functools.partial(
     batching.assemble,
     rows=config.batch.groups * config.batch.group_size,

@@ -116,6 +116,7 @@ def compiled_step(microbatches: int = 1, objective=OBJECTIVE, on=None, update=No
     microbatches=microbatches,
     temperature=0.8,
     score_chunk=5,
+    entropy=True,
     diagnostics=True,
   )
 

@@ -16,12 +16,12 @@ from estr_jax.errors import UserError
 from estr_jax.learner.optimizer import learning_rate
 from estr_jax.model import decoder
 from estr_jax.model.decoder import DecoderConfig
-from estr_jax.model.sharding import BATCH_SPEC, shardings
+from estr_jax.model.sharding import BATCH_SPEC, batch_shards, shardings
 from estr_jax.objective.aggregation import AGGREGATIONS, reduce
 from estr_jax.objective.diagnostics import diagnose
 from estr_jax.objective.losses import Loss, needs
 from estr_jax.objective.penalties import adapt_coefficient, entropy_bonus, kl_penalty
-from estr_jax.objective.scoring import score
+from estr_jax.objective.scoring import logits, score, score_vocabulary
 from estr_jax.objective.sequence_weights import effective_share, sequence_weight_sums
 from estr_jax.structs import Batch, Mean, Params, Scores, TrainState
 
@@ -63,43 +63,74 @@ def _places(tree):
 
 
 def score_tokens(
-  model: DecoderConfig, params: Params, tokens_BT: jax.Array, segment_BT: jax.Array, *, temperature: float, chunk: int
+  model: DecoderConfig,
+  params: Params,
+  tokens_BT: jax.Array,
+  segment_BT: jax.Array,
+  *,
+  temperature: float,
+  chunk: int,
+  entropy: bool,
+  vocabulary: bool = False,
+  mesh: Mesh | None = None,
 ) -> Scores:
   """The learner's scores of every token given those before it in its segment.
 
-  The hidden state at t - 1 scores token t, so the results are aligned with the tokens; both are 0 at the
-  first token of a segment and at padding.
+  The hidden state at t - 1 scores token t, so the results are aligned with the tokens; all are 0 at the
+  first token of a segment and at padding. With `vocabulary` every log-prob is there too, for small vocabularies.
+
+  Args:
+    entropy: whether entropy and Gini impurity are there.
+    mesh: where the parameters lie by the sharding rules; None on one device.
 
   Returns:
-    f32 [B, T] each, at `temperature`.
+    f32 [B, T] each, at `temperature`; `vocabulary` [B, T, V].
   """
   hidden_BTD = decoder.forward(model, params, tokens_BT, segment_BT)
   # Rolled rather than cut, so that T stays a size that divides well; the wrapped column is dropped below.
   target_BT = jnp.roll(tokens_BT, -1, axis=1)
-  scores = score(hidden_BTD, decoder.head_kernel(model, params), target_BT, temperature=temperature, chunk=chunk)
+  head, vocabulary_axis = decoder.stored_head(model, params)
+  scores = score(
+    hidden_BTD,
+    head,
+    target_BT,
+    temperature=temperature,
+    chunk=chunk,
+    entropy=entropy,
+    vocabulary_axis=vocabulary_axis,
+    head_place=None if mesh is None else decoder.stored_head(model, shardings(params, mesh))[0],
+  )
+  if vocabulary:
+    logits_BTV = logits(hidden_BTD, decoder.head_kernel(model, params))
+    scores = scores._replace(vocabulary=score_vocabulary(logits_BTV, temperature=temperature))
   index_T = jnp.arange(tokens_BT.shape[1])
   follows_BT = (segment_BT == jnp.roll(segment_BT, 1, axis=1)) & (segment_BT > 0) & (index_T > 0)
-  return jax.tree.map(lambda value_BT: jnp.where(follows_BT, jnp.roll(value_BT, 1, axis=1), 0.0), scores)
+
+  def align(value):
+    there = follows_BT.reshape(follows_BT.shape + (1,) * (value.ndim - 2))
+    return jnp.where(there, jnp.roll(value, 1, axis=1), 0.0)
+
+  return jax.tree.map(align, scores)
 
 
 def _split(tree: Any, microbatches: int, mesh: Mesh) -> Any:
-  """Every [B, T] -> [M, B / M, T], interleaved so that every device keeps the rows that it holds."""
+  """Every [B, T, ...] -> [M, B / M, T, ...], interleaved so that every device keeps the rows that it holds."""
   place = NamedSharding(mesh, P(None, *BATCH_SPEC))
 
   def split(array_BT: jax.Array) -> jax.Array:
-    rows, length = array_BT.shape
-    parts = array_BT.reshape(rows // microbatches, microbatches, length).swapaxes(0, 1)
+    rows, *rest = array_BT.shape
+    parts = array_BT.reshape(rows // microbatches, microbatches, *rest).swapaxes(0, 1)
     return jax.lax.with_sharding_constraint(parts, place)
 
   return jax.tree.map(split, tree)
 
 
 def _check_rows(rows: int, microbatches: int, mesh: Mesh) -> None:
-  shards = mesh.shape["data"] * mesh.shape["fsdp"]
+  shards = batch_shards(mesh)
   if rows % (microbatches * shards):
     raise UserError(
-      f"{rows} rows do not divide into {microbatches} microbatches over mesh.data x mesh.fsdp = {shards} shards; "
-      f"make the rows of a batch a multiple of {microbatches * shards}"
+      f"{rows} rows do not divide into {microbatches} microbatches over mesh.data x mesh.fsdp x mesh.expert = {shards} "
+      f"shards; make the rows of a batch a multiple of {microbatches * shards}"
     )
 
 
@@ -139,6 +170,7 @@ def make_train_step(
   microbatches: int,
   temperature: float,
   score_chunk: int,
+  entropy: bool,
   diagnostics: bool,
 ) -> TrainStep:
   """Builds the jitted `(state, batch, hyper) -> (state, metrics)`.
@@ -151,10 +183,11 @@ def make_train_step(
     model: the decoder.
     objective: what is minimised.
     optimizer: of `optimizer.make`.
-    mesh: rows are split over data and fsdp, parameters by the rules of model/sharding.py.
-    microbatches: M; B must be a multiple of M x data x fsdp.
+    mesh: rows are split over data, fsdp and expert, parameters by the rules of model/sharding.py.
+    microbatches: M; B must be a multiple of M x data x fsdp x expert.
     temperature: the sampling temperature, by which logits are divided.
     score_chunk: of `scoring.score`.
+    entropy: whether the learner's entropy is computed, which diagnostics, a bonus and some losses read.
     diagnostics: whether the metrics hold everything of `objective.diagnostics`.
 
   Returns:
@@ -164,7 +197,17 @@ def make_train_step(
   places = _places(abstract_state(model, optimizer, mesh))
 
   def microbatch_loss(params: Params, batch: Batch, weight_BT: jax.Array, hyper: Hyper, coefficient: jax.Array):
-    policy = score_tokens(model, params, batch.tokens, batch.segment, temperature=temperature, chunk=score_chunk)
+    policy = score_tokens(
+      model,
+      params,
+      batch.tokens,
+      batch.segment,
+      temperature=temperature,
+      chunk=score_chunk,
+      entropy=entropy,
+      vocabulary=batch.vocabulary is not None,
+      mesh=mesh,
+    )
     token_loss = objective.loss(policy, batch, **hyper.loss)
     value = reduce(token_loss.value, weight_BT)
     penalty_BT = jnp.zeros_like(policy.logprob)
@@ -248,7 +291,8 @@ def make_score_step(
     _check_rows(batch.tokens.shape[0], microbatches, mesh)
 
     def one(part: Batch) -> jax.Array:
-      return score_tokens(model, params, part.tokens, part.segment, temperature=temperature, chunk=score_chunk).logprob
+      inputs = (model, params, part.tokens, part.segment)
+      return score_tokens(*inputs, temperature=temperature, chunk=score_chunk, entropy=False, mesh=mesh).logprob
 
     return jax.lax.map(one, _split(batch, microbatches, mesh)).swapaxes(0, 1).reshape(batch.tokens.shape)
 
