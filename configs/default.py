@@ -5,7 +5,12 @@
 trains the character-level `calculator` with the defaults below. An unknown key is an error.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
+
+
+def _number_or_word(value: float) -> FieldReference:
+  """A key that takes numbers and strings; experiments.settings says which."""
+  return FieldReference(value, field_type=object)
 
 
 def get_config() -> ConfigDict:
@@ -67,10 +72,11 @@ def get_config() -> ConfigDict:
   # What each loss has of its own; it may take over a key above. Where docs/methods.md names a source, the values are
   # that source's, except those marked "ours", which no public source gives.
   own = {
-    "estr": {"tau": 1.0, "eps": 0.01},  # eps is the paper's; tau is ours
-    "estr_learner_entropy": {"tau": 1.0, "eps": 0.01},
-    "estr_gini": {"tau": 1.0, "eps": 0.01},
-    "estr_power": {"tau": 1.0, "eps": 0.01, "power": 0.5},
+    # eps is the paper's; tau is ours. tau=calibrate:0.01 is the tau that masks 1 % of the first batch that is stale.
+    "estr": {"tau": _number_or_word(1.0), "eps": 0.01},
+    "estr_learner_entropy": {"tau": _number_or_word(1.0), "eps": 0.01},
+    "estr_gini": {"tau": _number_or_word(1.0), "eps": 0.01},
+    "estr_power": {"tau": _number_or_word(1.0), "eps": 0.01, "power": 0.5},
     "estr_one_sided": {"tau": 1.0, "eps": 0.01},
     "estr_soft": {"tau": 1.0, "eps": 0.01},
     "fixed_width": {"width": 0.5},  # nats; ours

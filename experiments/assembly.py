@@ -17,16 +17,17 @@ from estr_jax.learner import batching, optimizer, step, warm_start
 from estr_jax.model import decoder, hf, sharding
 from estr_jax.model.decoder import DecoderConfig
 from estr_jax.model.tokenizers import CharTokenizer, FolderTokenizer, Tokenizer
-from estr_jax.objective.losses import LOSSES, keywords
+from estr_jax.objective.losses import LOSSES, SCORES, keywords
 from estr_jax.observe.terminal import View
 from estr_jax.runtime.evaluation import Evaluator
-from estr_jax.runtime.learner_loop import Learner, Schedule
+from estr_jax.runtime.learner_loop import Calibration, Learner, Schedule
 from estr_jax.sampler.engine import Engine, Sampling
 from estr_jax.structs import Params, TrainState
 from estr_jax.tasks import TASKS
 from estr_jax.tasks.prompts import PromptStream
 from estr_jax.tasks.task import Task
 from estr_jax.transport.security import Tls
+from experiments import settings
 
 # Independent random streams of one seed.
 _INIT, _SAMPLING, _EVALUATION = range(3)
@@ -160,10 +161,28 @@ class Update:
 
 
 def loss_hyper(config: ConfigDict) -> dict[str, Any]:
-  """The keyword arguments of the configured loss: its own keys first, then those that losses share."""
+  """The keyword arguments of the configured loss: its own keys first, then those that losses share.
+
+  A tau that is to be calibrated is infinite until it is.
+  """
   loss = config.loss
   own = loss[loss.name]
-  return {name: own[name] if name in own else loss[name] for name in keywords(LOSSES[loss.name])}
+  hyper = {name: own[name] if name in own else loss[name] for name in keywords(LOSSES[loss.name])}
+  return hyper if settings.calibrated_fraction(config) is None else hyper | {"tau": np.inf}
+
+
+def calibration_of(config: ConfigDict) -> Calibration | None:
+  """How tau is found, where the config asks for that."""
+  fraction = settings.calibrated_fraction(config)
+  if fraction is None:
+    return None
+  score, hyper = SCORES[config.loss.name], loss_hyper(config)
+  return Calibration(
+    score=functools.partial(score, **{name: np.float32(hyper[name]) for name in keywords(score)}),
+    fraction=fraction,
+    first_version=settings.first_calibration(config),
+    stale_share=0.5 if config.mode == "async" else 0.0,
+  )
 
 
 def objective_of(config: ConfigDict) -> tuple[step.Objective, step.Hyper]:
@@ -221,9 +240,10 @@ def update_of(config: ConfigDict, model: DecoderConfig) -> Update:
   )
   place = functools.partial(jax.device_put, device=NamedSharding(mesh, sharding.BATCH_SPEC))
   anchors = {name for name in ("proximal", "reference") if objective.reads(name, hyper)}
-  score_step = step.make_score_step(model, **shared) if anchors else None
+  calibration = calibration_of(config)
+  score_step = step.make_score_step(model, **shared) if anchors or calibration else None
   return Update(
-    learner=Learner(assemble, place, train_step, hyper, score_step, frozenset(anchors)),
+    learner=Learner(assemble, place, train_step, hyper, score_step, frozenset(anchors), calibration),
     abstract=step.abstract_state(model, rule, mesh),
     init=functools.partial(
       step.init_state, model, rule, mesh=mesh, entropy_coefficient=config.loss.entropy.coefficient

@@ -1,6 +1,7 @@
 """What a process of a run does: the learner's side, or the sampler's."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -28,7 +29,7 @@ from estr_jax.transport.broker import Broker
 from estr_jax.transport.client import Client
 from estr_jax.transport.service import serve
 from estr_jax.transport.weights import WeightStore
-from experiments import assembly
+from experiments import assembly, settings
 from experiments.workdir import check_same, record_config
 
 _FAREWELL_S = 10.0  # for the samplers to hear that the run is over
@@ -117,6 +118,8 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
       if record["seed"] != config.seed:
         raise UserError(f"the checkpoint of step {latest} was drawn with seed {record['seed']}, not {config.seed}")
       cursor = record["cursor"]
+      if update.learner.calibration is not None and record["tau"] is not None:  # found once, and never again
+        update = dataclasses.replace(update, learner=update.learner.with_tau(record["tau"]))
       view.resume(latest)
     source = rollouts_of(config, workdir, model, tokenizer, stream, cursor, latest or 0, view)
     with MetricsFile(metrics_path, resume_step=latest) as metrics_file, source as (rollouts, participants):
@@ -217,12 +220,16 @@ def summarise(config: ConfigDict, metrics_path: Path) -> dict:
     values = [row[name] for row in trained if row.get(name) is not None]
     return float(np.mean(values)) if values else None
 
+  with_tau = [row for row in trained if "loss/tau" in row]
+  calibrated = bool(with_tau) and settings.calibrated_fraction(config) is not None
   steps_s = sum(row["time/step_s"] for row in trained)
   ages = np.sum([row["staleness/token_histogram"] for row in trained], axis=0)
   return {
     "mode": config.mode,
     "loss": config.loss.name,
     "edge": config.loss.edge,
+    "tau": with_tau[-1]["loss/tau"] if with_tau else None,
+    "tau_calibrated_at": with_tau[0]["step"] - 1 if calibrated else None,  # the version that the update started from
     "task": config.task.name,
     "steps": rows[-1]["step"],
     "prompts": config.eval.prompts,

@@ -17,7 +17,7 @@ from estr_jax.model.decoder import REMAT
 from estr_jax.model.sharding import BATCH_AXES
 from estr_jax.objective.advantages import ESTIMATORS
 from estr_jax.objective.aggregation import AGGREGATIONS
-from estr_jax.objective.losses import LOSSES, keywords
+from estr_jax.objective.losses import LOSSES, SCORES, keywords
 from estr_jax.objective.penalties import ANCHORS, KL_ESTIMATORS
 from estr_jax.objective.triangle import EDGES
 from estr_jax.runtime.launch import launched
@@ -41,6 +41,7 @@ def parse(argv: Sequence[str], define: Callable[[], None]) -> None:
     rest = flags.FLAGS(list(argv))
     if flags.FLAGS.config is not None:
       flags.FLAGS.config.to_dict()  # a file that cannot be read is reported at its first use
+      _read_infinite_tau(flags.FLAGS.config)
   except flags.Error as error:
     # What a config file raised comes as a whole traceback; its last line is what the file said.
     raise UserError(str(error).strip().splitlines()[-1]) from error
@@ -52,6 +53,13 @@ def parse(argv: Sequence[str], define: Callable[[], None]) -> None:
     raise UserError(f"the configuration is wrong: {_one_line(error)}") from error
   if len(rest) > 1:
     raise UserError(f"unknown argument {rest[1]!r}; flags look like --workdir=DIR and --config.steps=10")
+
+
+def _read_infinite_tau(config: ConfigDict) -> None:
+  """--config.loss.estr.tau=inf is a string, since the key takes strings too."""
+  for name in SCORES:
+    if config.loss[name].tau == "inf":
+      config.loss[name].tau = math.inf
 
 
 def main(program: Callable[[], int]) -> None:
@@ -119,6 +127,60 @@ def flat(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
       yield f"{path}{key}", value
 
 
+def calibrated_fraction(c: ConfigDict) -> float | None:
+  """FRACTION of the loss's tau=calibrate:FRACTION, to be masked; None where tau is a number, or there is none."""
+  return _calibrate(c.loss[c.loss.name].tau) if c.loss.name in SCORES else None
+
+
+def _calibrate(tau: Any) -> float | None:
+  word, colon, fraction = str(tau).partition(":")
+  try:
+    return float(fraction) if word == "calibrate" and colon else None
+  except ValueError:
+    return None
+
+
+def _tau_rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
+  for name in SCORES:
+    tau = c.loss[name].tau
+    number, fraction = isinstance(tau, (int, float)) and not isinstance(tau, bool), _calibrate(tau)
+    yield (
+      (number and tau > 0) or (fraction is not None and 0 < fraction < 1),
+      f"loss.{name}.tau={tau} is neither a number above 0 nor calibrate:FRACTION with a fraction between 0 and 1",
+    )
+  if calibrated_fraction(c) is None:
+    return
+  given, s = f"loss.{c.loss.name}.tau={c.loss[c.loss.name].tau}", c.staleness
+  yield (
+    c.mode != "sync",
+    f"{given} needs a stale batch, and in mode=sync nothing is ever stale; give tau as a number",
+  )
+  yield (
+    c.mode != "simulated" or s.intra + s.inter > 0,
+    f"{given} needs a stale batch, and with staleness.intra=0 and staleness.inter=0 none is; give tau as a number",
+  )
+  yield (
+    c.mode != "async" or s.max > 0,
+    f"{given} needs a stale batch, and with staleness.max=0 none is; give tau as a number",
+  )
+  first = first_calibration(c)
+  yield (
+    first < c.steps,
+    f"{given} waits for the batch of version {first}, the first as stale as planned, and steps={c.steps} ends before; "
+    "take more steps",
+  )
+  yield (
+    c.loss.name != "estr_learner_entropy",
+    f"{given}: tau is calibrated from log-probs alone, and this loss reads the learner's entropy too; give a number",
+  )
+
+
+def first_calibration(c: ConfigDict) -> int:
+  """The first version whose batch can calibrate tau: past the warm-up, whose updates are smaller than the run's."""
+  planned = c.staleness.intra + c.staleness.inter if c.mode == "simulated" else 1
+  return c.optimizer.warmup_steps + planned
+
+
 def _idle_keys(c: ConfigDict) -> Iterator[tuple[bool, str, list[str]]]:
   """(whether some keys do nothing, why, which)."""
   shape = [f"model.{key}" for key in c.model if key not in ("folder", "dtype", "remat")]
@@ -166,6 +228,7 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     "warm_start.demonstrations warm_start.learning_rate loss.clip_low loss.clip_high loss.entropy.step loss.entropy.largest"
   )
   values = dict(flat(c.to_dict()))
+  yield from _tau_rules(c)
   for key in positive.split():
     yield values[key] > 0, f"{key}={values[key]} must be above 0"
   for key, value in values.items():

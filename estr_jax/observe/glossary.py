@@ -40,6 +40,12 @@ GLOSSARY: dict[str, Metric] = {
     "reward (normalised)",
     "near 0; its level has no meaning",
   ),
+  "loss/penalty": Metric(
+    "entropy bonus and KL penalty, added to loss/objective", "reward (normalised)", "small against the rewards"
+  ),
+  "loss/entropy_coefficient": Metric(
+    "what multiplied the entropy bonus in this update", "reward / nat", "0 without one; level once the entropy is"
+  ),
   "loss/mask_fraction": Metric(
     "1 - kept tokens / policy tokens (trust region)", _FRACTION, "0.001 to 0.05; 0 means the region never acts"
   ),

@@ -12,12 +12,30 @@ from estr_jax.errors import UserError
 from estr_jax.learner import batching, step
 from estr_jax.learner.checkpoint import Checkpoints
 from estr_jax.objective import diagnostics
+from estr_jax.objective.calibration import quantile_threshold
 from estr_jax.observe.terminal import View
 from estr_jax.observe.writers import MetricsFile, Row, to_row
 from estr_jax.runtime.rollouts import Groups, Rollouts
-from estr_jax.structs import Batch, Mean, Params, TrainState, Weights
+from estr_jax.structs import Batch, Mean, Params, Scores, TrainState, Weights
 
 Evaluate = Callable[[Weights, int], Mapping[str, float]]  # (weights, held-out prompts) -> eval/* metrics
+
+
+# A quantile of S below this is rounding between sampler and learner: the weights have not moved yet.
+_ROUNDING = 1e-8
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+  """How tau is found: as the quantile of S, on the first batch that is as stale as the run means its batches to be.
+
+  Until then tau is infinite.
+  """
+
+  score: Callable[[Scores, Batch], jax.Array]  # S, f32 [B, T], from log-probs alone
+  fraction: float  # of that batch's policy tokens that tau masks
+  first_version: int  # an update from an earlier version waits
+  stale_share: float  # so does one of whose policy tokens fewer are stale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +46,18 @@ class Learner:
   place: Callable[[Batch], Batch]  # onto the mesh
   train_step: step.TrainStep
   hyper: step.Hyper
-  score_step: step.ScoreStep | None  # where the objective asks for an anchor
+  score_step: step.ScoreStep | None  # where the objective asks for an anchor, or tau is calibrated
   anchors: frozenset[str]  # "proximal", "reference": what the objective reads of the batch besides the record
+  calibration: Calibration | None
+
+  def tau(self) -> float | None:
+    """The bound of the loss, where it has one and, if it is to be calibrated, it has been."""
+    tau = float(self.hyper.loss.get("tau", np.inf))
+    return tau if np.isfinite(tau) else None
+
+  def with_tau(self, tau: float) -> "Learner":
+    hyper = self.hyper._replace(loss={**self.hyper.loss, "tau": np.float32(tau)})
+    return dataclasses.replace(self, hyper=hyper)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +93,7 @@ def learner_loop(
     schedule: when to evaluate and to save.
     reference: the weights of version 0, where `learner.anchors` has "reference".
     evaluate: of held-out prompts.
-    checkpoints: of state, prompt cursor and `host_record`.
+    checkpoints: of state, prompt cursor, tau and `host_record`.
     host_record: JSON that a resumed run checks.
     metrics_file: gets one row per update, and one of step 0 with the evaluation before training.
     view: shows the run.
@@ -79,7 +107,7 @@ def learner_loop(
     row = to_row(0, dict(evaluate(weights, schedule.eval_prompts)))
     metrics_file.append(row)
     view.step(row)
-    checkpoints.save(0, state, {**host_record, "cursor": rollouts.cursor()})
+    checkpoints.save(0, state, {**host_record, "tau": learner.tau(), "cursor": rollouts.cursor()})
   view.phase("waiting for the first batch")
   ended = time.monotonic()
   while version < schedule.steps:
@@ -93,8 +121,11 @@ def learner_loop(
       batch = dataclasses.replace(batch, proximal=learner.score_step(state.params, batch))
     if "reference" in learner.anchors:
       batch = dataclasses.replace(batch, reference=learner.score_step(reference, batch))
+    metrics = batching.staleness(groups, version)
+    if learner.calibration is not None and learner.tau() is None:
+      learner = _calibrated(learner, state.params, batch, metrics["staleness/token_histogram"], version, view)
     state, device_metrics = learner.train_step(state, batch, learner.hyper)
-    metrics = {**batching.staleness(groups, version), **jax.device_get(device_metrics)}
+    metrics |= jax.device_get(device_metrics)
     trained = time.monotonic()
     version += 1
     _check_finite(metrics, version)
@@ -108,6 +139,8 @@ def learner_loop(
     rollouts.publish(weights)
     published = time.monotonic()
     metrics |= _derived(metrics) | rollouts.metrics()
+    if learner.tau() is not None:
+      metrics["loss/tau"] = learner.tau()
     last = version == schedule.steps
     if last or (schedule.eval_every and version % schedule.eval_every == 0):
       metrics |= evaluate(weights, schedule.eval_prompts if last else schedule.eval_every_prompts)
@@ -127,9 +160,25 @@ def learner_loop(
     view.step(row)
     checkpoints.check()
     if last or version % schedule.checkpoint_every == 0:
-      checkpoints.save(version, state, {**host_record, "cursor": rollouts.cursor()})
+      checkpoints.save(version, state, {**host_record, "tau": learner.tau(), "cursor": rollouts.cursor()})
   checkpoints.wait()
   rollouts.finish()  # not before all is saved: a run that is killed now still needs its samplers
+
+
+def _calibrated(
+  learner: Learner, params: Params, batch: Batch, staleness_histogram: np.ndarray, version: int, view: View
+) -> Learner:
+  """The learner with its tau, if this is the batch that gives it."""
+  calibration, tokens = learner.calibration, staleness_histogram.sum()
+  stale = tokens - staleness_histogram[0]
+  if version < calibration.first_version or stale == 0 or stale < calibration.stale_share * tokens:
+    return learner
+  policy = Scores(learner.score_step(params, batch), None, None)
+  tau = quantile_threshold(calibration.score(policy, batch), batch.mask, calibration.fraction)
+  if tau < _ROUNDING:
+    return learner
+  view.phase("tau is found", detail=f"{tau:.3g} masks {calibration.fraction:.2%} of the batch of version {version}")
+  return learner.with_tau(tau)
 
 
 def _check_finite(metrics: Mapping[str, Mean | np.ndarray], version: int) -> None:
