@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,6 +27,14 @@ SHAPE = {
   "rms_norm_eps": 1e-5,
   "max_position_embeddings": 128,
 }
+EXPERTS = {
+  "head_dim": 16,
+  "num_experts": 8,
+  "num_experts_per_tok": 3,
+  "moe_intermediate_size": 24,
+  "norm_topk_prob": True,
+}
+KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 QUESTIONS = (
   "What is 3+4?",
   "Why is the sky blue?",
@@ -49,15 +58,16 @@ def difference(ours, theirs):
   return float(np.abs(ours - theirs).max())
 
 
-def make_reference(kind, tied):
+def make_reference(kind, tied, **changes):
   """A random model in which biases and norm scales, which start as 0 and 1, count as well."""
   torch.manual_seed(0)
   model_class, config_class, extra = {
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
     "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, {}),
     "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {"head_dim": 16}),
+    "qwen3_moe": (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig, EXPERTS),
   }[kind]
-  model = model_class(config_class(**SHAPE, **extra, tie_word_embeddings=tied)).eval()
+  model = model_class(config_class(**SHAPE | extra | changes, tie_word_embeddings=tied)).eval()
   with torch.no_grad():
     for parameter in model.parameters():
       parameter.add_(0.2 * torch.randn_like(parameter))
@@ -65,7 +75,7 @@ def make_reference(kind, tied):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_the_reference(tmp_path, kind, tied):
   """Fails on interleaved rotation, a wrong theta or eps, norms after the rotation, or heads in other groups."""
   model = make_reference(kind, tied)
@@ -78,8 +88,72 @@ def test_logits_equal_the_reference(tmp_path, kind, tied):
   assert difference(ours, theirs) < 1e-4
 
 
+def log_probs(logits, tokens):
+  """Of each token after the first, given those before it; of either library's logits."""
+  log_softmax = torch.log_softmax if isinstance(logits, torch.Tensor) else jax.nn.log_softmax
+  return log_softmax(logits[0, :-1], -1)[np.arange(len(tokens) - 1), tokens[1:]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_equal_the_reference(tmp_path, kind):
+  """Fails if a gradient is lost or doubled: through shared embeddings, repeated keys, or the router's weights."""
+  model = make_reference(kind, tied=True)
+  model.save_pretrained(tmp_path / "model")
+  config, params = hf.load(tmp_path / "model")
+  tokens_BT = np.random.default_rng(2).integers(0, SHAPE["vocab_size"], (1, 24))
+
+  def total(params):
+    hidden_BTD = decoder.forward(config, params, jnp.asarray(tokens_BT), jnp.ones(tokens_BT.shape, jnp.int32))
+    return log_probs(hidden_BTD @ decoder.head_kernel(config, params), tokens_BT[0]).sum()
+
+  ours = jax.jit(jax.grad(total))(params)
+  log_probs(model(torch.asarray(tokens_BT)).logits, tokens_BT[0]).sum().backward()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.copy_(parameter.grad)
+  model.save_pretrained(tmp_path / "gradient")
+  theirs = hf.load(tmp_path / "gradient")[1]
+  for (path, wanted), found in zip(jax.tree_util.tree_leaves_with_path(theirs), jax.tree.leaves(ours)):
+    error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    assert error < 1e-4, (jax.tree_util.keystr(path), error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_equal_the_reference(tmp_path, kind):
+  """Fails if a token that is written into the cache is seen, or routed, otherwise than in a whole sequence."""
+  model = make_reference(kind, tied=False)
+  model.save_pretrained(tmp_path)
+  config, params = hf.load(tmp_path)
+  prompt_BT = np.random.default_rng(3).integers(0, SHAPE["vocab_size"], (1, 7))
+  generated = model.generate(
+    torch.asarray(prompt_BT), max_new_tokens=64, min_new_tokens=64, do_sample=False, use_cache=True, pad_token_id=0
+  )
+  cache = decoder.empty_cache(config, 1, 80)
+
+  @jax.jit
+  def step(tokens, position, cache):
+    hidden, cache = decoder.extend(config, params, tokens, position, jnp.arange(1), cache)
+    return jnp.argmax(hidden[:, -1] @ decoder.head_kernel(config, params), axis=-1)[:, None], cache
+
+  token, cache = step(jnp.asarray(prompt_BT), jnp.arange(7)[None], cache)
+  found = [token.item()]
+  for position in range(7, 70):
+    token, cache = step(token, jnp.full((1, 1), position), cache)
+    found.append(token.item())
+  assert found == generated[0, 7:].tolist() and len(set(found)) > 8
+
+
+def test_weights_that_are_not_normalised_equal_the_reference(tmp_path):
+  """Fails if norm_topk_prob is ignored."""
+  model = make_reference("qwen3_moe", tied=False, norm_topk_prob=False)
+  model.save_pretrained(tmp_path)
+  config, params = hf.load(tmp_path)
+  tokens_BT = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (2, 40))
+  assert difference(our_logits(config, params, tokens_BT), their_logits(model, tokens_BT)) < 1e-4
+
+
 @pytest.mark.parametrize("with_source", [True, False])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_reference_reads_what_we_save(tmp_path, kind, with_source):
   """Fails if a folder that `save` wrote, in shards, is another model to transformers."""
   model = make_reference(kind, tied=False)
@@ -89,6 +163,7 @@ def test_reference_reads_what_we_save(tmp_path, kind, with_source):
   hf.save(tmp_path / "ours", config, params, source=source, shard_bytes=50_000)
   again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
   assert {p.dtype for p in again.parameters()} == {torch.float32}
+  assert all(torch.equal(wanted, found) for wanted, found in zip(model.parameters(), again.parameters(), strict=True))
   tokens_BT = np.random.default_rng(1).integers(0, SHAPE["vocab_size"], (1, 20))
   np.testing.assert_array_equal(their_logits(again, tokens_BT), their_logits(model, tokens_BT))
 
