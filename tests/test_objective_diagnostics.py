@@ -289,3 +289,33 @@ def test_derived_metrics_are_of_the_sums():
   np.testing.assert_allclose(derived["policy/kl_per_entropy"], want)
   assert derived["policy/score_histogram"].dtype == np.int64
   assert derived["policy/score_histogram"].sum() == got["policy/abs_delta_by_entropy"].count.sum()
+
+
+def test_exact_moments_are_expectations_over_the_vocabulary():
+  """Kills: the sampled token for the expectation, pi for mu as its weight, a KL in the other direction, a wrong bin."""
+  random = np.random.default_rng(0)
+  mu, pi = (random.dirichlet(np.full(5, 0.3), size=4) for _ in range(2))
+  mu[0] = [1, 0, 0, 0, 0]  # certain: nothing else is ever drawn
+  mask = np.array([True, True, False, True])
+  entropy = -np.sum(mu * np.log(np.maximum(mu, 1e-300)), axis=1)
+  policy, batch, token_loss = hand_made(
+    np.log(pi[:, 0]), np.log(np.maximum(mu[:, 0], 1e-30)), entropy=entropy, mask=mask
+  )
+
+  def whole(probability):
+    with np.errstate(divide="ignore"):
+      return np.pad(np.log(probability)[None], [(0, 0), (0, 36), (0, 0)]).astype(np.float32)
+
+  batch = dataclasses.replace(batch, vocabulary=whole(mu))
+  got = metrics(policy._replace(vocabulary=whole(pi)), batch, token_loss)
+  want, count, kl = np.zeros(len(ENTROPY_EDGES) - 1), np.zeros(len(ENTROPY_EDGES) - 1), 0.0
+  for t in np.flatnonzero(mask):
+    home = sum(entropy[t] >= edge for edge in ENTROPY_EDGES[1:-1])
+    count[home] += 1
+    for m, p in zip(mu[t], pi[t]):
+      if m > 0:
+        want[home] += m * (np.log(p) - np.log(m)) ** 2
+        kl += m * (np.log(m) - np.log(p))
+  np.testing.assert_allclose(got["policy/exact_square_by_entropy"].total, want, rtol=1e-4, atol=1e-6)
+  np.testing.assert_array_equal(got["policy/exact_square_by_entropy"].count, count)
+  np.testing.assert_allclose(got["policy/exact_kl"].total, kl, rtol=1e-4)

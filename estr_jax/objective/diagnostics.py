@@ -12,7 +12,7 @@ import numpy as np
 
 from estr_jax.objective.sequence_weights import sequence_weight_sums
 from estr_jax.objective.surrogates import MAX_LOG_RATIO
-from estr_jax.objective.trust_regions import scaled_square
+from estr_jax.objective.trust_regions import scaled_square, vocabulary_kl
 from estr_jax.structs import Batch, Mean, Scores, TokenLoss
 
 # Bins of the behaviour entropy, nats. Fine near zero, where a fixed band and ESTR's differ most. Fixed bins and not the
@@ -70,7 +70,7 @@ def diagnose(policy: Scores, batch: Batch, token_loss: TokenLoss) -> dict[str, M
   outside_A, mask_A = _sum_by(sign, 3, (outside, mask))
   outside_V, mask_V = _sum_by(_bin(batch.staleness, STALENESS_EDGES[1:]), len(STALENESS_EDGES), (outside, mask))
   weight, weight_square, sequences = sequence_weight_sums(policy, batch)
-  return {
+  return _exact(policy, batch, known) | {
     "loss/mask_fraction": mean(outside, mask),
     "loss/mask_fraction_by_entropy": Mean(outside_H, known_H),
     "loss/mask_fraction_by_advantage": Mean(outside_A, mask_A),
@@ -104,6 +104,27 @@ def diagnose(policy: Scores, batch: Batch, token_loss: TokenLoss) -> dict[str, M
     "policy/score_histogram": _share(
       _histogram(scaled_square(delta, batch.entropy, eps=SCORE_EPS, power=1.0), finite & known)
     ),
+  }
+
+
+def _exact(policy: Scores, batch: Batch, known_BT: jax.Array) -> dict[str, Mean]:
+  """Expectations under mu, over the whole vocabulary in place of the sampled token; where mu was recorded.
+
+  At low entropy a sampled mean square says nothing: the rare token that carries it is hardly ever drawn.
+  """
+  if batch.vocabulary is None:
+    return {}
+  log_mu = batch.vocabulary
+  mu = jnp.exp(log_mu)
+  delta = jnp.where(mu > 0, jax.lax.stop_gradient(policy.vocabulary) - log_mu, 0.0)
+  square_BT = jnp.sum(mu * jnp.square(delta), axis=-1)
+  there_BT = known_BT & jnp.isfinite(square_BT)
+  home_BT = _bin(batch.entropy, ENTROPY_EDGES[1:-1])
+  square_H, there_H = _sum_by(home_BT, len(ENTROPY_EDGES) - 1, (jnp.where(there_BT, square_BT, 0.0), there_BT))
+  kl_BT = jnp.where(there_BT, vocabulary_kl(policy, batch), 0.0)
+  return {
+    "policy/exact_square_by_entropy": Mean(square_H, there_H),
+    "policy/exact_kl": Mean(jnp.sum(kl_BT), _count(there_BT)),
   }
 
 

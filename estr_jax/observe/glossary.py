@@ -127,6 +127,16 @@ GLOSSARY: dict[str, Metric] = {
     "one hump, well below tau; a tail that grows is drift",
   ),
   "policy/abs_delta_by_entropy": Metric("mean |delta| of the tokens in each bin of H", "nats", "grows as sqrt(H)"),
+  "policy/exact_kl": Metric(
+    "mean of sum_v mu (log mu - log pi), KL(mu || pi) over the whole vocabulary; with sampling.record_vocabulary",
+    "nats",
+    "as policy/rollout_kl, without its noise",
+  ),
+  "policy/exact_square_by_entropy": Metric(
+    "mean of sum_v mu (log pi - log mu)^2 of the tokens in each bin of H; with sampling.record_vocabulary",
+    "nats^2",
+    "grows about as H",
+  ),
   "policy/delta_square_by_entropy": Metric(
     "mean delta^2 of the tokens in each bin of H, of sampled tokens",
     "nats^2",
