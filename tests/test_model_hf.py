@@ -276,12 +276,15 @@ def test_source_lends_its_tokenizer_and_settings(folder, tmp_path):
   """Fails if a saved policy cannot be used where its source could, or keeps the dtype of the source."""
   (folder / "tokenizer.json").write_text("{}")
   (folder / "chat_template.jinja").write_text("hello")
+  (folder / hf.TEMPLATES).mkdir()
+  (folder / hf.TEMPLATES / "tool_use.jinja").write_text("tools")
   edit(folder, max_position_embeddings=77, dtype="float32")
   out = tmp_path / "out"
   hf.save(out, CONFIGS["qwen2"], make_params(CONFIGS["qwen2"], "bfloat16"), source=folder)
   settings = json.loads((out / "config.json").read_text())
   assert settings["max_position_embeddings"] == 77 and settings["torch_dtype"] == "bfloat16" and "dtype" not in settings
   assert (out / "tokenizer.json").read_text() == "{}" and (out / "chat_template.jinja").read_text() == "hello"
+  assert (out / hf.TEMPLATES / "tool_use.jinja").read_text() == "tools"
   other = dataclasses.replace(CONFIGS["qwen2"], rope_theta=1.0)
   assert "rope_theta" in refusal(hf.save, tmp_path / "other", other, make_params(other), source=folder)
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+from model_cases import TOOL_MESSAGES, TOOL_TEMPLATE, TOOLS
 
 from estr_jax.model import decoder, hf
 from estr_jax.model.tokenizers import FolderTokenizer
@@ -166,6 +168,26 @@ def test_reference_reads_what_we_save(tmp_path, kind, with_source):
   assert all(torch.equal(wanted, found) for wanted, found in zip(model.parameters(), again.parameters(), strict=True))
   tokens_BT = np.random.default_rng(1).integers(0, SHAPE["vocab_size"], (1, 20))
   np.testing.assert_array_equal(their_logits(again, tokens_BT), their_logits(model, tokens_BT))
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("settings", [{}, {"enable_thinking": False}])
+def test_tool_prompts_equal_the_reference(tmp_path, tools, settings):
+  """Fails if a conversation with tools is rendered in another way."""
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  model = tokenizers.models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[])
+  tokenizer = tokenizers.Tokenizer(model)
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  transformers.PreTrainedTokenizerFast(
+    tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TOOL_TEMPLATE
+  ).save_pretrained(tmp_path)
+  ours, theirs = FolderTokenizer(tmp_path), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+  rendered = theirs.apply_chat_template(
+    TOOL_MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True, **settings
+  )
+  ids = ours.chat(TOOL_MESSAGES, tools or (), **settings)
+  assert ours.decode(ids) == rendered and ids == theirs(rendered, add_special_tokens=False)["input_ids"]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from model_cases import TOOL_MESSAGES, TOOL_TEMPLATE, TOOLS
 
 from estr_jax.errors import UserError
 from estr_jax.model.tokenizers import CharTokenizer, FolderTokenizer
@@ -118,6 +119,37 @@ def test_template_in_the_config_is_second_choice(folder):
   config["chat_template"] = [{"name": "tools", "template": "tools"}, {"name": "default", "template": "named"}]
   write(folder, "tokenizer_config.json", **config)
   assert FolderTokenizer(folder).decode(FolderTokenizer(folder).chat([])) == "named"
+
+
+def test_tools_are_offered_called_and_answered(folder):
+  """Fails if schemas, calls, answers or a template's own settings do not reach it, or JSON is escaped for HTML."""
+  (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+  tokenizer = FolderTokenizer(folder)
+  text = tokenizer.decode(tokenizer.chat(TOOL_MESSAGES, TOOLS, enable_thinking=False))
+  assert text == (
+    "<|im_start|>system\n<tools>\n" + json.dumps(TOOLS[0], ensure_ascii=False) + "\n</tools><|im_end|>\n"
+    "<|im_start|>user\nIs 2 < 3?<|im_end|>\n"
+    '<|im_start|>assistant\n<tool_call>{\n "base": 10,\n "expression": "2 < 3"\n}calculate</tool_call><|im_end|>\n'
+    "<|im_start|>user\n<tool_response>true</tool_response><|im_end|>\n"
+    "<|im_start|>assistant\n<think></think>"
+  )
+  plain = tokenizer.decode(tokenizer.chat(TOOL_MESSAGES))
+  assert "<tools>" not in plain and plain.endswith("assistant\n")
+
+
+def test_a_template_for_tools_is_taken_where_there_are_tools(folder):
+  """Fails if the template named tool_use is not known, or taken without tools."""
+  templates = {"tool_use": "with {{ tools[0].function.name }}", "default": "without {{ tools is none }}"}
+  (folder / "chat_template.jinja").unlink()
+  listed = [{"name": name, "template": template} for name, template in templates.items()]
+  write(folder, "tokenizer_config.json", eos_token="<|im_end|>", chat_template=listed)
+  in_config = FolderTokenizer(folder)
+  (folder / "additional_chat_templates").mkdir()
+  (folder / "additional_chat_templates" / "tool_use.jinja").write_text(templates["tool_use"])
+  (folder / "chat_template.jinja").write_text(templates["default"])
+  for tokenizer in (in_config, FolderTokenizer(folder)):
+    assert tokenizer.decode(tokenizer.chat([], TOOLS)) == "with calculate"
+    assert tokenizer.decode(tokenizer.chat([])) == "without True"
 
 
 @pytest.mark.parametrize("ends", [[257, 259], [259, 257]])

@@ -30,6 +30,7 @@ from estr_jax.structs import Params
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+TEMPLATES = "additional_chat_templates"
 DTYPES = ("F32", "BF16", "F16")  # of stored tensors; quantised ones would need their scales
 TOKENIZER_FILES = (
   "tokenizer.json",
@@ -238,6 +239,8 @@ def save(
     for name in TOKENIZER_FILES if source is not None else ():
       if (Path(source) / name).is_file():
         shutil.copyfile(Path(source) / name, part / name)
+    if source is not None and (Path(source) / TEMPLATES).is_dir():
+      shutil.copytree(Path(source) / TEMPLATES, part / TEMPLATES)
     _write_shards(part, _tensors(config, params), shard_bytes)
     part.rename(folder)
 

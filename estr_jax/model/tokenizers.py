@@ -5,18 +5,24 @@ Hugging Face weights.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import jinja2
+import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
 from estr_jax.errors import UserError
 
 CHAR_EOS = "$"
-Message = dict[str, str]  # {"role": ..., "content": ...}
+# {"role": ..., "content": ...}; an assistant's may have "tool_calls" too, a list of {"type": "function", "function":
+# {"name": ..., "arguments": {...}}}, and a tool's answer has the role "tool".
+Message = Mapping[str, Any]
+Tool = Mapping[
+  str, Any
+]  # {"type": "function", "function": {"name": ..., "description": ..., "parameters": a JSON schema}}
 
 
 class Tokenizer(Protocol):
@@ -32,8 +38,14 @@ class Tokenizer(Protocol):
   def decode(self, ids: Sequence[int]) -> str:
     """The text of `ids`, special tokens spelled out."""
 
-  def chat(self, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, up to where the assistant is to speak."""
+  def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), **settings: Any) -> list[int]:
+    """Token ids of a conversation, up to where the assistant is to speak.
+
+    Args:
+      messages: so far.
+      tools: that the assistant may call.
+      settings: what else the model's template asks for, such as enable_thinking.
+    """
 
   def token_id(self, text: str) -> int | None:
     """The id of the one token that stands for `text`; None where it takes several or cannot be written."""
@@ -65,7 +77,7 @@ class CharTokenizer:
   def decode(self, ids: Sequence[int]) -> str:
     return "".join(self._text[i] for i in ids)
 
-  def chat(self, messages: Sequence[Message]) -> NoReturn:
+  def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), **settings: Any) -> NoReturn:
     """Raises UserError: characters know no roles."""
     raise UserError("a character tokenizer has no chat template: take a model with one, or a task without chat")
 
@@ -94,9 +106,9 @@ class FolderTokenizer:
     self._tokenizer.no_padding()
     config = _read_json(self._folder / "tokenizer_config.json")
     self._specials = {key: _content(config[key]) for key in ("bos_token", "eos_token", "pad_token") if config.get(key)}
-    source = _template_source(self._folder, config)
+    sources = _template_sources(self._folder, config)
     try:
-      self._template = None if source is None else _environment().from_string(source)
+      self._templates = {name: _environment().from_string(source) for name, source in sources.items()}
     except jinja2.TemplateError as e:
       raise UserError(f"the chat template of {self._folder} cannot be read: {_one_line(e)}") from e
     self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -110,22 +122,32 @@ class FolderTokenizer:
   def decode(self, ids: Sequence[int]) -> str:
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-  def chat(self, messages: Sequence[Message]) -> list[int]:
+  def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), **settings: Any) -> list[int]:
     """Raises UserError where the folder has no chat template, or its template refuses the messages."""
-    return self.encode(self._render(messages, add_generation_prompt=True))
+    return self.encode(self._render(messages, add_generation_prompt=True, tools=tools, **settings))
 
   def token_id(self, text: str) -> int | None:
     ids = self.encode(text)
     return ids[0] if len(ids) == 1 and self.decode(ids) == text else None
 
-  def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-    if self._template is None:
+  def _render(
+    self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Tool] = (), **settings: Any
+  ) -> str:
+    template = self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default")
+    if template is None:
       raise UserError(
         f"{self._folder} has no chat template: add chat_template.jinja, or take a model that was trained to chat"
       )
-    variables = dict(self._specials, messages=list(messages), add_generation_prompt=add_generation_prompt)
+    variables = {
+      **self._specials,
+      "messages": list(messages),
+      "tools": list(tools) or None,
+      "documents": None,
+      "add_generation_prompt": add_generation_prompt,
+      **settings,
+    }
     try:
-      return self._template.render(variables)
+      return template.render(variables)
     except jinja2.TemplateError as e:
       raise UserError(f"the chat template of {self._folder} refuses the messages: {_one_line(e)}") from e
 
@@ -150,11 +172,21 @@ class FolderTokenizer:
         "add eos_token_id to generation_config.json or eos_token to tokenizer_config.json"
       )
     ends = list(ends) if isinstance(ends, list) else [ends]
-    if len(ends) == 1 or self._template is None:
+    if len(ends) == 1 or "default" not in self._templates:
       return ends[0]
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     written = [i for i in self.encode(self._render(turns, add_generation_prompt=False)) if i in ends]
     return written[-1] if written else ends[0]
+
+
+class _Generation(jinja2.ext.Extension):
+  """{% generation %} marks an assistant's words for other libraries; the text between is rendered as it stands."""
+
+  tags = {"generation"}  # noqa: RUF012
+
+  def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+    next(parser.stream)
+    return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _environment() -> jinja2.Environment:
@@ -163,29 +195,34 @@ def _environment() -> jinja2.Environment:
   There is no clock (`strftime_now`): a prompt must not depend on the day; templates have a fixed date to fall back on.
   """
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
   )
 
   def raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
-  def tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # unlike jinja2's own, without HTML escapes
+  def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    # Unlike jinja2's own, without HTML escapes.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
   environment.globals["raise_exception"] = raise_exception
   environment.filters["tojson"] = tojson
   return environment
 
 
-def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
-  """chat_template.jinja, or else what tokenizer_config.json holds: one template, or a list with a "default"."""
-  path = folder / "chat_template.jinja"
-  if path.is_file():
-    return path.read_text(encoding="utf-8")
-  template = config.get("chat_template")
-  if isinstance(template, list):
-    return next((entry["template"] for entry in template if entry["name"] == "default"), None)
-  return template
+def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+  """Chat templates by name, of which "default" and "tool_use" are used.
+
+  They stand in files, or else in tokenizer_config.json, one or a list with names.
+  """
+  template = config.get("chat_template") or []
+  listed = template if isinstance(template, list) else [{"name": "default", "template": template}]
+  paths = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+  if (folder / "chat_template.jinja").is_file():
+    paths["default"] = folder / "chat_template.jinja"
+  if paths:
+    return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+  return {entry["name"]: entry["template"] for entry in listed}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
