@@ -1,5 +1,6 @@
 """Batches for the objective's tests: every kind of token that a loss must survive, and one way to run any loss."""
 
+import dataclasses
 import functools
 import itertools
 from typing import NamedTuple
@@ -52,12 +53,14 @@ def hyper(name: str, **changes) -> dict:
 
 
 class Result(NamedTuple):
-  """A TokenLoss as NumPy, and the gradient of the sum of its values in log pi and in the whole vocabulary's."""
+  """A TokenLoss as NumPy, and the gradient of the sum of its values in every field of the policy's scores."""
 
   value: np.ndarray  # [B, T]
   keep: np.ndarray
   clipped: np.ndarray
   gradient: np.ndarray
+  entropy_gradient: np.ndarray
+  gini_gradient: np.ndarray
   vocabulary_gradient: np.ndarray  # [B, T, V]
 
 
@@ -66,22 +69,18 @@ def run(name: str, policy: Scores, batch: Batch, **changes) -> Result:
   values = hyper(name, **changes)
   strings = tuple((key, value) for key, value in values.items() if isinstance(value, str))
   numbers = {key: np.float32(value) for key, value in values.items() if not isinstance(value, str)}
-  (gradient, vocabulary), token_loss = _compiled(name, strings)(policy, batch, numbers)
-  return Result(*(np.asarray(x) for x in (*token_loss, gradient, vocabulary)))
+  gradient, token_loss = _compiled(name, strings)(policy, batch, numbers)
+  return Result(*(np.asarray(x) for x in (*token_loss, *gradient)))
 
 
 @functools.cache
 def _compiled(name: str, strings: tuple[tuple[str, str], ...]):
-  def total(logprob_BT, vocabulary_BTV, policy, batch, numbers) -> tuple[jax.Array, TokenLoss]:
-    live = policy._replace(logprob=logprob_BT, vocabulary=vocabulary_BTV)
-    token_loss = LOSSES[name](live, batch, **dict(strings), **numbers)
+  def total(policy, batch, numbers) -> tuple[jax.Array, TokenLoss]:
+    token_loss = LOSSES[name](policy, batch, **dict(strings), **numbers)
     return jnp.sum(token_loss.value), token_loss
 
-  def both(policy, batch, numbers):
-    return jax.grad(total, argnums=(0, 1), has_aux=True)(policy.logprob, policy.vocabulary, policy, batch, numbers)
-
   # Compiled without optimisations: most of the time of these tests is compilation.
-  return jax.jit(both, compiler_options={"xla_backend_optimization_level": 0})
+  return jax.jit(jax.grad(total, has_aux=True), compiler_options={"xla_backend_optimization_level": 0})
 
 
 def build(seed: int, shape: tuple[int, int] = SHAPE, kinds=None) -> tuple[Scores, Batch]:
@@ -146,6 +145,14 @@ def build(seed: int, shape: tuple[int, int] = SHAPE, kinds=None) -> tuple[Scores
   )
   policy = Scores(**{name: array.astype(np.float32) for name, array in scores.items()})
   return spoilt(policy, batch, random.choice([0.0, np.nan, np.inf, -np.inf, 1e30], size=shape))
+
+
+def on_policy(seed: int) -> tuple[Scores, Batch]:
+  """(policy, batch) with mu = q = pi at every policy token, and staleness 0."""
+  policy, batch = build(seed, kinds=["policy"] * (SHAPE[0] * SHAPE[1]))
+  same = {name: policy.logprob for name in ("logprob", "proximal", "reference")}
+  staleness = np.zeros_like(batch.staleness)
+  return policy, dataclasses.replace(batch, **same, vocabulary=policy.vocabulary, staleness=staleness)
 
 
 def spoilt(policy: Scores, batch: Batch, bad) -> tuple[Scores, Batch]:

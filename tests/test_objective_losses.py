@@ -114,6 +114,8 @@ def check(name, policy, batch, values, moved=(0.0, (0.0, 0.0))) -> references.Lo
     moved = np.abs(theirs - disturbed) if np.ndim(disturbed) else 0.0
     near(mine, theirs, moved + (rounding if mine.ndim == 2 else rounding[..., None]) / 0.02)
   dropped = ~want.keep
+  for array in (got.entropy_gradient, got.gini_gradient):
+    np.testing.assert_array_equal(array, 0.0)
   for array in (got.value, got.gradient, got.vocabulary_gradient):
     np.testing.assert_array_equal(array[dropped], 0.0)
   assert not (got.keep & ~batch.mask).any()
