@@ -1,8 +1,8 @@
 """Advantages from the rewards of the groups of one batch: one named estimator each, NumPy in and out.
 
-Every estimator is `(reward_GN, eps) -> advantage_GN`: [G, N] rewards of N samples of each of G prompts, float64 inside,
-float32 out. A group of equal rewards says nothing about which sample was better, and its advantage is exactly 0 under
-every estimator that compares within the group.
+Every estimator is `(reward_GN, eps) -> advantage_GN`: [G, N] rewards of N > 1 samples of each of G prompts, float64.
+A group of equal rewards says nothing about which sample was better, and its advantage is exactly 0 under every
+estimator that compares within the group.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ def grpo(reward_GN: np.ndarray, eps: float) -> np.ndarray:
   """A = (R - mean) / (std + eps) within the group, population standard deviation (Shao et al., arXiv 2402.03300)."""
   centred_GN = _centred(reward_GN)
   std_G1 = np.asarray(reward_GN, np.float64).std(axis=1, keepdims=True)
-  return np.where(centred_GN == 0, 0.0, centred_GN / (std_G1 + eps))
+  return _divide(centred_GN, std_G1 + eps)
 
 
 def dr_grpo(reward_GN: np.ndarray, eps: float) -> np.ndarray:
@@ -34,7 +34,7 @@ def loo_normalised(reward_GN: np.ndarray, eps: float) -> np.ndarray:
   The name is used in public for more than one normalisation; this is ours, and no paper's.
   """
   advantage_GN = rloo(reward_GN, eps)
-  return advantage_GN / (advantage_GN.std() + eps)
+  return _divide(advantage_GN, advantage_GN.std() + eps)
 
 
 def reinforce_pp(reward_GN: np.ndarray, eps: float) -> np.ndarray:
@@ -48,7 +48,7 @@ def reinforce_pp(reward_GN: np.ndarray, eps: float) -> np.ndarray:
 def reinforce_pp_baseline(reward_GN: np.ndarray, eps: float) -> np.ndarray:
   """REINFORCE++ with a baseline (same source): R - group mean, divided by (its std over the batch + eps)."""
   centred_GN = _centred(reward_GN)
-  return centred_GN / (centred_GN.std() + eps)
+  return _divide(centred_GN, centred_GN.std() + eps)
 
 
 ESTIMATORS = {
@@ -65,3 +65,8 @@ def _centred(reward_GN: np.ndarray) -> np.ndarray:
   reward_GN = np.asarray(reward_GN, np.float64)
   equal_G1 = (reward_GN == reward_GN[:, :1]).all(axis=1, keepdims=True)
   return np.where(equal_G1, 0.0, reward_GN - reward_GN.mean(axis=1, keepdims=True))
+
+
+def _divide(centred_GN: np.ndarray, spread: np.ndarray) -> np.ndarray:
+  """0 stays 0 where there is no spread and eps is 0."""
+  return np.divide(centred_GN, spread, out=np.zeros_like(centred_GN), where=centred_GN != 0)
