@@ -171,20 +171,6 @@ def loss_hyper(config: ConfigDict) -> dict[str, Any]:
   return hyper if settings.calibrated_fraction(config) is None else hyper | {"tau": np.inf}
 
 
-def calibration_of(config: ConfigDict) -> Calibration | None:
-  """How tau is found, where the config asks for that."""
-  fraction = settings.calibrated_fraction(config)
-  if fraction is None:
-    return None
-  score, hyper = SCORES[config.loss.name], loss_hyper(config)
-  return Calibration(
-    score=functools.partial(score, **{name: np.float32(hyper[name]) for name in keywords(score)}),
-    fraction=fraction,
-    first_version=settings.first_calibration(config),
-    stale_share=0.5 if config.mode == "async" else 0.0,
-  )
-
-
 def objective_of(config: ConfigDict) -> tuple[step.Objective, step.Hyper]:
   """What the update minimises: its static half, and its numbers."""
   loss, bonus = config.loss, config.loss.entropy
@@ -240,8 +226,17 @@ def update_of(config: ConfigDict, model: DecoderConfig) -> Update:
   )
   place = functools.partial(jax.device_put, device=NamedSharding(mesh, sharding.BATCH_SPEC))
   anchors = {name for name in ("proximal", "reference") if objective.reads(name, hyper)}
-  calibration = calibration_of(config)
-  score_step = step.make_score_step(model, **shared) if anchors or calibration else None
+  score_step = step.make_score_step(model, **shared) if anchors else None
+  calibration, fraction = None, settings.calibrated_fraction(config)
+  if fraction is not None:
+    score = SCORES[config.loss.name]
+    score = functools.partial(score, **{name: hyper.loss[name] for name in keywords(score)})
+    calibration = Calibration(
+      step.make_score_step(model, **shared, entropy=objective.reads("entropy", hyper), read=score),
+      fraction=fraction,
+      first_version=settings.first_calibration(config),
+      stale_share=0.5 if config.mode == "async" else 0.0,
+    )
   return Update(
     learner=Learner(assemble, place, train_step, hyper, score_step, frozenset(anchors), calibration),
     abstract=step.abstract_state(model, rule, mesh),

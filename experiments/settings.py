@@ -169,10 +169,6 @@ def _tau_rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     f"{given} waits for the batch of version {first}, the first as stale as planned, and steps={c.steps} ends before; "
     "take more steps",
   )
-  yield (
-    c.loss.name != "estr_learner_entropy",
-    f"{given}: tau is calibrated from log-probs alone, and this loss reads the learner's entropy too; give a number",
-  )
 
 
 def first_calibration(c: ConfigDict) -> int:

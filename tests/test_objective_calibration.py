@@ -1,5 +1,6 @@
 """tau from a wanted mask fraction: the quantile, what a config may ask for, and a run that finds its own."""
 
+import contextlib
 import dataclasses
 import sys
 
@@ -11,9 +12,13 @@ from runtime_cases import assert_trees_equal, config, final_params, train
 
 from configs import default
 from estr_jax.errors import UserError
+from estr_jax.lab.staleness import Simulated
+from estr_jax.learner.checkpoint import Checkpoints
 from estr_jax.objective.calibration import quantile_threshold
+from estr_jax.objective.losses import SCORES
+from estr_jax.runtime.rollouts import LocalRollouts
 from estr_jax.tasks import TASKS
-from experiments import settings
+from experiments import assembly, roles, settings
 
 
 def above(score, where, tau) -> int:
@@ -84,7 +89,7 @@ def test_what_tau_may_be():
   assert settings.calibrated_fraction(asked(2.0)) is None
   assert settings.calibrated_fraction(asked(2)) is None
   assert settings.calibrated_fraction(asked(float("inf"))) is None
-  for name in ("estr", "estr_gini", "estr_power"):
+  for name in SCORES:
     assert settings.calibrated_fraction(asked("calibrate:0.01", name=name)) == 0.01
   assert settings.calibrated_fraction(asked("calibrate:1e-3", "simulated", staleness__inter=1)) == 1e-3
   c = asked(2.0)
@@ -108,7 +113,6 @@ def test_what_tau_may_not_be(tau):
     ({"mode": "simulated"}, r"staleness\.intra=0 and staleness\.inter=0 none is"),
     ({"staleness__max": 0}, r"staleness\.max=0 none is"),
     ({"mode": "simulated", "staleness__inter": 100}, "waits for the batch of version 100"),
-    ({"name": "estr_learner_entropy"}, "reads the learner's entropy"),
   ],
 )
 def test_calibration_where_it_cannot_happen(changes, words):
@@ -165,3 +169,43 @@ def test_a_run_finds_its_tau_and_keeps_it(cache, tmp_path):
   for name in ("loss/objective", "loss/mask_fraction", "optimizer/gradient_norm", "policy/score_histogram"):
     assert [row.get(name) for row in same[1:]] == [row.get(name) for row in rows[1:]], name
   assert_trees_equal(final_params(given, tmp_path / "given"), final_params(given, tmp_path / "found"))
+
+
+@pytest.mark.parametrize("name", ["estr_learner_entropy", "estr_power"])
+def test_other_scores_can_be_calibrated(cache, tmp_path, name):
+  """Kills: S of another method, or one without what it reads of the learner."""
+  c = config(cache, "simulated", loss__name=name, steps=2, staleness__inter=1, batch__groups=4)
+  c.loss[name].tau = "calibrate:0.1"
+  _, rows = train(c, tmp_path)
+  tokens = rows[2]["policy/tokens"]
+  assert abs(rows[2]["loss/mask_fraction"] * tokens - np.floor(0.1 * tokens)) <= 1
+
+
+def test_a_resumed_run_keeps_its_tau(cache, tmp_path, monkeypatch):
+  """Kills: a tau that a restart forgets, or finds anew on another batch; a record without it.
+
+  Mode async on rollouts of this process, one version old; after the restart the first of them is fresh again.
+  """
+
+  @contextlib.contextmanager
+  def local(config, workdir, model, tokenizer, stream, cursor, version, view):
+    engine = assembly.engine_of(config, model, tokenizer)
+    yield (
+      LocalRollouts(
+        engine, stream.at, Simulated(inter=1, intra=0, segment_tokens=8), groups_per_batch=2, cursor=cursor
+      ),
+      lambda: {"process_ids": {}, "acknowledged_versions": {}},
+    )
+
+  monkeypatch.setattr(roles, "rollouts_of", local)
+  taus = []
+  for steps in (2, 4):
+    c = config(cache, "async", steps=steps, loss__estr__tau="calibrate:0.05")
+    summary, rows = train(c, tmp_path)
+    abstract = assembly.update_of(c, assembly.model_of(c, assembly.tokenizer_of(c))).abstract
+    with contextlib.closing(Checkpoints(tmp_path / "checkpoints")) as checkpoints:
+      taus += [checkpoints.restore(abstract, step)[1]["tau"] for step in (steps - 1, steps)]
+    assert summary["tau"] == taus[-1] and summary["tau_calibrated_at"] == 1
+  tau = taus[1]
+  assert tau > 0 and taus == [None, tau, tau, tau]
+  assert rows[3]["staleness/token"] == 0 and [row.get("loss/tau") for row in rows] == [None, None, tau, tau, tau]

@@ -278,12 +278,21 @@ def _entropy_coefficients(coefficient: jax.Array, batch: Batch, hyper: Hyper) ->
 
 
 def make_score_step(
-  model: DecoderConfig, *, mesh: Mesh, microbatches: int, temperature: float, score_chunk: int
+  model: DecoderConfig,
+  *,
+  mesh: Mesh,
+  microbatches: int,
+  temperature: float,
+  score_chunk: int,
+  entropy: bool = False,
+  read: Callable[[Scores, Batch], jax.Array] = lambda policy, batch: policy.logprob,
 ) -> ScoreStep:
-  """Builds the jitted `(params, batch) -> logprob_BT` f32, for `batch.proximal`, log q under the weights before
-  an update, and for `batch.reference`. Needed only where `losses.needs` says so.
+  """Builds the jitted `(params, batch) -> f32 [B, T]` of what `read` makes of a policy's scores.
 
-  The arguments are those of `make_train_step`.
+  By default that is the log-prob, for `batch.proximal`, log q under the weights before an update, and for
+  `batch.reference`. Needed only where `losses.needs` says so.
+
+  The arguments are those of `make_train_step`; `read` sees one microbatch at a time.
   """
   abstract = decoder.abstract_params(model)
 
@@ -292,7 +301,7 @@ def make_score_step(
 
     def one(part: Batch) -> jax.Array:
       inputs = (model, params, part.tokens, part.segment)
-      return score_tokens(*inputs, temperature=temperature, chunk=score_chunk, entropy=False, mesh=mesh).logprob
+      return read(score_tokens(*inputs, temperature=temperature, chunk=score_chunk, entropy=entropy, mesh=mesh), part)
 
     return jax.lax.map(one, _split(batch, microbatches, mesh)).swapaxes(0, 1).reshape(batch.tokens.shape)
 

@@ -16,7 +16,7 @@ from estr_jax.objective.calibration import quantile_threshold
 from estr_jax.observe.terminal import View
 from estr_jax.observe.writers import MetricsFile, Row, to_row
 from estr_jax.runtime.rollouts import Groups, Rollouts
-from estr_jax.structs import Batch, Mean, Params, Scores, TrainState, Weights
+from estr_jax.structs import Batch, Mean, Params, TrainState, Weights
 
 Evaluate = Callable[[Weights, int], Mapping[str, float]]  # (weights, held-out prompts) -> eval/* metrics
 
@@ -32,7 +32,7 @@ class Calibration:
   Until then tau is infinite.
   """
 
-  score: Callable[[Scores, Batch], jax.Array]  # S, f32 [B, T], from log-probs alone
+  score_step: step.ScoreStep  # S, f32 [B, T]
   fraction: float  # of that batch's policy tokens that tau masks
   first_version: int  # an update from an earlier version waits
   stale_share: float  # so does one of whose policy tokens fewer are stale
@@ -46,7 +46,7 @@ class Learner:
   place: Callable[[Batch], Batch]  # onto the mesh
   train_step: step.TrainStep
   hyper: step.Hyper
-  score_step: step.ScoreStep | None  # where the objective asks for an anchor, or tau is calibrated
+  score_step: step.ScoreStep | None  # where the objective asks for an anchor
   anchors: frozenset[str]  # "proximal", "reference": what the objective reads of the batch besides the record
   calibration: Calibration | None
 
@@ -173,8 +173,7 @@ def _calibrated(
   stale = tokens - staleness_histogram[0]
   if version < calibration.first_version or stale == 0 or stale < calibration.stale_share * tokens:
     return learner
-  policy = Scores(learner.score_step(params, batch), None, None)
-  tau = quantile_threshold(calibration.score(policy, batch), batch.mask, calibration.fraction)
+  tau = quantile_threshold(calibration.score_step(params, batch), batch.mask, calibration.fraction)
   if tau < _ROUNDING:
     return learner
   view.phase("tau is found", detail=f"{tau:.3g} masks {calibration.fraction:.2%} of the batch of version {version}")
