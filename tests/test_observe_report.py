@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from estr_jax.errors import UserError
-from estr_jax.objective.diagnostics import ENTROPY_EDGES
+from estr_jax.objective.diagnostics import ENTROPY_EDGES, SCORE_EDGES, STALENESS_EDGES
 from estr_jax.observe import figures, report, writers
 from experiments import report as program
 
@@ -36,6 +36,8 @@ SUMMARY = {
   "steps_s": 61.0,
   "wall_s": 183.2,
   "compilations": 1,
+  "tau": 0.37,
+  "tau_calibrated_at": 3,
 }
 
 
@@ -49,6 +51,12 @@ def _row(step):
     "loss/clip_fraction": 0.0,
     "policy/abs_delta_by_entropy": [0.01, None] + [0.1] * (BINS - 2),
     "policy/token_share_by_entropy": [0.5, 0.0, 0.5] + [0.0] * (BINS - 3),
+    "loss/mask_fraction_by_entropy": [0.1, None] + [0.2] * (BINS - 2),
+    "loss/mask_fraction_by_staleness": [0.0, 0.5] + [None] * (len(STALENESS_EDGES) - 2),
+    "policy/token_share_by_staleness": [0.75, 0.25] + [0.0] * (len(STALENESS_EDGES) - 2),
+    "policy/tokens": 8.0,
+    "policy/score_histogram": [0, 3, 4, 1] + [0] * (len(SCORE_EDGES) - 3),
+    "loss/tau": 0.37,
     "staleness/intra_histogram": [3, 1, 0, 0],
     "staleness/inter_histogram": [0, 4, 0, 0],
     "staleness/token_histogram": [9, 1, 0, 0],
@@ -87,13 +95,16 @@ def test_the_whole_report_is_one_file_that_loads_nothing(page):
     "Policy entropy",
     "Rollout-target KL",
     "Masked and clipped tokens",
+    "Who is masked",
+    "Scaled squares S",
     "Realised staleness",
     "Mean |delta| against entropy",
     "Who waits",
     "Gradient norm",
     "Throughput",
   ]
-  assert "Not drawn, because the run recorded no such data: Rollout length." in page
+  absent = "At version switches, Effective sample size, Rollout length"
+  assert f"Not drawn, because the run recorded no such data: {absent}." in page
   assert len(re.findall("<figcaption>[^<]+</figcaption>", page)) == len(titles)
   assert not re.search(
     r"<script|<link|<img|<iframe|@import|\bsrc=|url\((?!#)|href=\"(?!#)|<metadata|<!DOCTYPE svg", page
@@ -117,6 +128,7 @@ def test_the_headline_says_what_came_out(page):
     "sampler-0: 0-3, 7",
     "0.61 in flight, 1.52 in the queue",
     "estr on the direct edge: tau 1, eps 0.01",
+    "Calibrated tau 0.37, on the batch of version 3",
   ):
     assert part in text
 
@@ -180,6 +192,34 @@ def test_the_proximal_edge_has_no_fixed_boundary_on_delta():
   loss = ESTR | {"edge": "proximal"}
   assert list(_sides(loss)) == ["ESTR: sqrt(1 (H + 0.01)), in force"]
   assert _sides(loss | {"estr": {"tau": None, "eps": 0.01}}) == {}
+
+
+def test_masked_fractions_are_pooled_by_tokens():
+  """Fails if steps of few tokens count as much as those of many, a null is a 0, or an empty bin has a fraction."""
+  rows = [
+    {"step": 0},
+    {"step": 1, "f": [0.5, None, None], "s": [1.0, 0.0, 0.0], "policy/tokens": 30},
+    {"step": 2, "f": [0.1, 1.0, None], "s": [0.5, 0.5, 0.0], "policy/tokens": 20},
+  ]
+  mean, tokens = figures._pooled_mean(rows, "f", "s")
+  np.testing.assert_allclose(mean, [(0.5 * 30 + 0.1 * 10) / 40, 1.0, np.nan])
+  np.testing.assert_array_equal(tokens, [40, 10, 0])
+  assert not figures._pooled_mean(rows[:1], "f", "s")[1].any()
+
+
+def test_the_bins_of_staleness_are_named():
+  """Fails if a label is off by one version."""
+  assert figures._ranges(STALENESS_EDGES) == ["0", "1", "2", "3", "4", "5-8", "9-16", "17-32", "33+"]
+
+
+def test_tau_is_marked_where_it_bounds_this_score():
+  """Fails if the tau of another score, or of another eps, is drawn in the histogram of S; or a found tau is not."""
+  rows = [_row(1)]
+  assert "tau = 0.37" in figures.scores(rows, ESTR)
+  for other in (ESTR | {"estr": {"tau": 1.0, "eps": 0.1}}, ESTR | {"name": "estr_gini", "estr_gini": ESTR["estr"]}):
+    assert "tau" not in figures.scores(rows, other)
+  found = report._loss_in_force(rows, ESTR | {"estr": {"tau": "calibrate:0.01", "eps": 0.01}})
+  assert found["estr"]["tau"] == 0.37 and "sqrt(0.37 (H + 0.01))" in figures.boundaries(found)[0].label
 
 
 def test_pooling_adds_histograms_over_rows_that_have_them():

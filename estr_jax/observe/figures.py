@@ -4,6 +4,7 @@ Colours are written as CSS variables, so that one SVG is readable on a light and
 """
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from estr_jax.objective.diagnostics import ENTROPY_EDGES
+from estr_jax.objective.diagnostics import ENTROPY_EDGES, SCORE_EDGES, SCORE_EPS, STALENESS_EDGES
 from estr_jax.observe.writers import Row
 
 # Placeholder colours that matplotlib draws with; `_svg` turns each into the page's variable of that name.
@@ -107,6 +108,73 @@ def delta_by_entropy(rows: Sequence[Row], loss: Mapping[str, Any]) -> str | None
   if np.nanmax(mean) > 0:
     _logarithmic(axes)
   return _svg(figure, axes, "delta-by-entropy", columns=2)
+
+
+def masked(rows: Sequence[Row]) -> str | None:
+  """The masked fraction in each bin of H and of staleness over the whole run; behind it the tokens' share of each."""
+  panels = {
+    "entropy H, nats": ("entropy", [f"{edge:g}" for edge in ENTROPY_EDGES[:-1]]),
+    "staleness, versions": ("staleness", _ranges(STALENESS_EDGES)),
+  }
+  known = {}
+  for title, (of, labels) in panels.items():
+    fraction, share = _pooled_mean(rows, f"loss/mask_fraction_by_{of}", f"policy/token_share_by_{of}")
+    if share.any():
+      known[title] = fraction, share, labels
+  if not known:
+    return None
+  figure, every = _axes("masked / tokens of the bin", columns=len(known), sharey=True)
+  for axes, (title, (fraction, share, labels)), colour in zip(np.atleast_1d(every), known.items(), _SERIES):
+    used = np.flatnonzero(share)[-1] + 1
+    behind = axes.twinx()
+    behind.bar(range(used), share[:used] / share.sum(), width=0.94, color=_GRID, linewidth=0)
+    behind.set_ylim(0, 3)  # the bars stay in the lowest third
+    behind.set_axis_off()
+    behind.set_zorder(0)
+    axes.set_zorder(1)
+    axes.plot(range(used), fraction[:used], color=colour, marker="o", markersize=4, lw=1.5)
+    axes.set_xticks(range(used), labels[:used], rotation=45)
+    axes.set_xlabel(f"{title} (bars: share of tokens)")
+    axes.set_ylim(bottom=0)
+  return _svg(figure, np.atleast_1d(every)[0], "masked", legend=False)
+
+
+def scores(rows: Sequence[Row], loss: Mapping[str, Any]) -> str | None:
+  """The histogram of S over the whole run, with ESTR's tau where that is a bound of this S."""
+  counts = pooled(rows, "policy/score_histogram")
+  if counts is None:
+    return None
+  figure, axes = _axes("share of tokens")
+  ratio = SCORE_EDGES[1] / SCORE_EDGES[0]
+  left = np.concatenate([SCORE_EDGES[:1] / ratio, SCORE_EDGES])
+  used = slice(max(np.flatnonzero(counts)[0] - 1, 0), np.flatnonzero(counts)[-1] + 2)
+  axes.bar(left[used], counts[used] / counts.sum(), width=left[used] * (ratio - 1), align="edge", color=_SERIES[0])
+  axes.set_xscale("log")
+  axes.set_xlabel(f"S = delta^2 / (H + {SCORE_EPS:g})")
+  own = loss[loss["name"]]
+  bound = loss["name"] in ("estr", "estr_one_sided") and own["eps"] == SCORE_EPS
+  _, taus = series(rows, "loss/tau")
+  if bound and len(taus):
+    axes.axvline(taus[-1], color=_SERIES[1], lw=1.5, label=f"tau = {taus[-1]:.3g}: masked beyond")
+  return _svg(figure, axes, "scores", legend=bound and len(taus) > 0)
+
+
+def _ranges(edges: Sequence[int]) -> list[str]:
+  """The whole numbers from each edge to before the next one, as text."""
+  inner = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in itertools.pairwise(edges)]
+  return [*inner, f"{edges[-1]}+"]
+
+
+def _pooled_mean(rows: Sequence[Row], name: str, share: str) -> tuple[np.ndarray, np.ndarray]:
+  """(mean of a metric by bin over the whole run, tokens by bin): weighted by tokens, a null counts nothing."""
+  found = [(row[name], row[share], row["policy/tokens"]) for row in rows if name in row and share in row]
+  if not found:
+    return np.zeros(1), np.zeros(1)
+  values, shares, tokens = (np.array(column, np.float64) for column in zip(*found))
+  weights = np.where(np.isfinite(values) & np.isfinite(shares), shares * tokens[:, None], 0)
+  total = weights.sum(0)
+  sums = (np.nan_to_num(values) * weights).sum(0)
+  return np.divide(sums, total, out=np.full(total.shape, np.nan), where=total > 0), total
 
 
 class Boundary(NamedTuple):

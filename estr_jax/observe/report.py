@@ -44,7 +44,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _page(rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[str, Any] | None) -> str:
   title = summary["config_name"] if summary else "unfinished run"
-  plots = _plots(rows, config["loss"])
+  plots = _plots(rows, _loss_in_force(rows, config["loss"]))
   absent = [plot.title for plot in plots if plot.svg is None]
   shown = "".join(
     f'<figure><h3>{escape(plot.title)}</h3><div role="img" aria-label="{escape(plot.title)}">{plot.svg}</div>'
@@ -60,6 +60,12 @@ def _page(rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[str, 
     f"{_final_table(rows)}<details><summary>The whole config</summary><pre>{escape(json.dumps(config, indent=2))}</pre>"
     "</details></main></body></html>\n"
   )
+
+
+def _loss_in_force(rows: Sequence[Row], loss: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The loss settings, with the tau that the run found where it was to be calibrated."""
+  _, taus = figures.series(rows, "loss/tau")
+  return {**loss, loss["name"]: {**loss[loss["name"]], "tau": taus[-1]}} if len(taus) else loss
 
 
 def _headline(rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[str, Any] | None) -> str:
@@ -92,6 +98,8 @@ def _headline(rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[s
     "Compilations of the train step": _number(summary["compilations"]),
     "Loss": f"{loss['name']} on the {loss['edge']} edge: {hyper}",
   }
+  if summary["tau_calibrated_at"] is not None:
+    facts["Calibrated tau"] = f"{_number(summary['tau'])}, on the batch of version {summary['tau_calibrated_at']}"
   return (
     f"<header><p class=kind>{escape(summary['mode'])} reinforcement learning</p>"
     f"<h1>{escape(summary['config_name'])}</h1>"
@@ -129,6 +137,30 @@ def _plots(rows: Sequence[Row], loss: Mapping[str, Any]) -> list[_Plot]:
         "fraction of policy tokens",
         {"loss/mask_fraction": "outside the trust region", "loss/clip_fraction": "clipped"},
       ),
+    ),
+    _Plot(
+      "Who is masked",
+      "ESTR's mask is level in H and rises gently with age; a fixed band masks where the entropy is high.",
+      figures.masked(rows),
+    ),
+    _Plot(
+      "Scaled squares S",
+      "One hump with a thin tail beyond tau; a hump that reaches tau means that tau cuts into ordinary tokens.",
+      figures.scores(rows, loss),
+    ),
+    _Plot(
+      "At version switches",
+      "Tokens sampled just after new weights arrived in flight move further, and are often uncertain ones.",
+      figures.lines(
+        rows,
+        "mean |delta|, nats",
+        {"policy/abs_delta_at_switch": "at a switch", "policy/abs_delta_off_switch": "elsewhere"},
+      ),
+    ),
+    _Plot(
+      "Effective sample size",
+      "1 is on-policy; that of sequences falls first, since ratios multiply.",
+      figures.lines(rows, "fraction", {"policy/ess": "of tokens", "policy/sequence_ess": "of sequences"}),
     ),
     _Plot(
       "Realised staleness",
