@@ -32,6 +32,8 @@ from experiments import settings
 # Independent random streams of one seed.
 _INIT, _SAMPLING, _EVALUATION = range(3)
 
+_RECORDED_VOCABULARY = 1024
+
 
 def key(config: ConfigDict, stream: int) -> jax.Array:
   return jax.random.fold_in(jax.random.key(config.seed), stream)
@@ -65,7 +67,13 @@ def model_of(config: ConfigDict, tokenizer: Tokenizer) -> DecoderConfig:
   else:
     keys = {field.name for field in dataclasses.fields(DecoderConfig)} - {"vocab_size", "dtype", "remat"}
     shape = {"vocab_size": tokenizer.vocab_size, **{name: m[name] for name in keys}}
-  return DecoderConfig(**shape, dtype=m.dtype, remat=m.remat)
+  model = DecoderConfig(**shape, dtype=m.dtype, remat=m.remat)
+  if config.sampling.record_vocabulary and model.vocab_size > _RECORDED_VOCABULARY:
+    raise UserError(
+      f"sampling.record_vocabulary=True records {model.vocab_size} numbers a token of this model; it is meant for "
+      f"vocabularies of at most {_RECORDED_VOCABULARY}"
+    )
+  return model
 
 
 def description(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer) -> dict[str, str]:
@@ -77,6 +85,7 @@ def description(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer) 
     "task.name": config.task.name,
     "sampling.temperature": str(config.sampling.temperature),
     "sampling.context": str(config.sampling.context),
+    "sampling.record_vocabulary": str(config.sampling.record_vocabulary),
   }
 
 
@@ -93,7 +102,7 @@ def stream_of(config: ConfigDict, tokenizer: Tokenizer) -> PromptStream:
 
 def engine_of(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer) -> Engine:
   s = config.sampling
-  sampling = Sampling(s.slots, s.context, s.chunk, s.temperature, s.rebuild_cache)
+  sampling = Sampling(s.slots, s.context, s.chunk, s.temperature, s.rebuild_cache, s.record_vocabulary)
   return Engine(model, task_of(config), tokenizer, sampling, key(config, _SAMPLING))
 
 
@@ -104,7 +113,7 @@ def evaluator_of(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer,
     task_of(config),
     tokenizer,
     stream.heldout(max(config.eval.prompts, config.eval.every_prompts)),
-    Sampling(config.eval.slots, s.context, s.chunk, s.temperature, rebuild_cache=False),
+    Sampling(config.eval.slots, s.context, s.chunk, s.temperature, rebuild_cache=False, record_vocabulary=False),
     key(config, _EVALUATION),
   )
 

@@ -221,7 +221,8 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     "checkpoint.every eval.prompts eval.every_prompts eval.slots optimizer.learning_rate optimizer.clip_norm "
     "mesh.data mesh.fsdp mesh.tensor mesh.expert model.width model.layers model.heads model.kv_heads model.head_dim "
     "model.mlp_width model.rope_theta model.norm_eps advantage.eps optimizer.eps warm_start.batch "
-    "warm_start.demonstrations warm_start.learning_rate loss.clip_low loss.clip_high loss.entropy.step loss.entropy.largest"
+    "warm_start.demonstrations warm_start.learning_rate loss.clip_low loss.clip_high loss.entropy.step "
+    "loss.entropy.largest"
   )
   values = dict(flat(c.to_dict()))
   yield from _tau_rules(c)
@@ -231,7 +232,8 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     if key.count(".") == 2 and key.split(".")[1] in LOSSES and not isinstance(value, str):
       yield value > 0, f"{key}={value} must be above 0"
   not_negative = (
-    "loss.entropy.coefficient loss.entropy.target loss.kl.coefficient staleness.intra staleness.inter staleness.max warm_start.steps eval.every optimizer.warmup_steps "
+    "loss.entropy.coefficient loss.entropy.target loss.kl.coefficient "
+    "staleness.intra staleness.inter staleness.max warm_start.steps eval.every optimizer.warmup_steps "
     "optimizer.weight_decay"
   )
   for key in not_negative.split():
@@ -250,7 +252,7 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
   wanted = c.loss.name == "score_centering" or (c.loss.name == "trm" and c.loss.trm.divergence == "vocabulary")
   yield (
     not wanted or c.sampling.record_vocabulary,
-    f"loss.name={c.loss.name} reads the whole distribution that sampled each token; set sampling.record_vocabulary=True",
+    f"loss.name={c.loss.name} reads the whole distribution of each token; set sampling.record_vocabulary=True",
   )
   yield (
     c.model.heads % c.model.kv_heads == 0,

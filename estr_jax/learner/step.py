@@ -86,7 +86,7 @@ def score_tokens(
   Returns:
     f32 [B, T] each, at `temperature`; `vocabulary` [B, T, V].
   """
-  hidden_BTD = decoder.forward(model, params, tokens_BT, segment_BT)
+  hidden_BTD = decoder.forward(model, params, tokens_BT, segment_BT, mesh=mesh)
   # Rolled rather than cut, so that T stays a size that divides well; the wrapped column is dropped below.
   target_BT = jnp.roll(tokens_BT, -1, axis=1)
   head, vocabulary_axis = decoder.stored_head(model, params)
