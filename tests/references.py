@@ -88,12 +88,11 @@ class Tokens:
 
   def on(self, policy: Policy, edge: str) -> np.ndarray:
     """log of one ratio of the policy triangle: direct E = pi / mu, proximal U = pi / q, behaviour B = q / mu."""
-    with np.errstate(invalid="ignore"):
-      return {
-        "direct": lambda: policy.logprob - self.log_mu,
-        "proximal": lambda: policy.logprob - self.log_q,
-        "behaviour": lambda: self.log_q - self.log_mu,
-      }[edge]()
+    return {
+      "direct": lambda: policy.logprob - self.log_mu,
+      "proximal": lambda: policy.logprob - self.log_q,
+      "behaviour": lambda: self.log_q - self.log_mu,
+    }[edge]()
 
   def there(self, *values: np.ndarray) -> np.ndarray:
     """Policy tokens with a finite stored log-prob and finite values: only these have a ratio."""
@@ -144,15 +143,13 @@ def largest(value, among, number):
 
 def scaled(t, live, frozen, edge, S, tau, clip_low, clip_high):
   """1[S <= tau] x clipped surrogate, S on the direct edge."""
-  with np.errstate(invalid="ignore"):
-    inside = np.less_equal(S, tau)
+  inside = np.less_equal(S, tau)
   keep = t.there(t.on(frozen, "direct"), t.on(frozen, edge)) & inside
   return surrogate(t, t.on(live, edge), t.on(frozen, edge), keep, clip_low=clip_low, clip_high=clip_high)
 
 
 def square(t, frozen):
-  with np.errstate(invalid="ignore"):
-    return t.on(frozen, "direct") ** 2
+  return t.on(frozen, "direct") ** 2
 
 
 def estr(t, live, frozen, *, edge, tau, eps, clip_low, clip_high):
@@ -168,15 +165,13 @@ def estr_gini(t, live, frozen, *, edge, tau, eps, clip_low, clip_high):
 
 
 def estr_power(t, live, frozen, *, edge, tau, eps, power, clip_low, clip_high):
-  with np.errstate(invalid="ignore"):
-    S = square(t, frozen) / (t.entropy + eps) ** power
+  S = square(t, frozen) / (t.entropy + eps) ** power
   return scaled(t, live, frozen, edge, S, tau, clip_low, clip_high)
 
 
 def estr_one_sided(t, live, frozen, *, edge, tau, eps, clip_low, clip_high):
-  with np.errstate(invalid="ignore"):
-    S = square(t, frozen) / (t.entropy + eps)
-    outward = t.advantage * t.on(frozen, "direct") > 0
+  S = square(t, frozen) / (t.entropy + eps)
+  outward = t.advantage * t.on(frozen, "direct") > 0
   return scaled(t, live, frozen, edge, np.where(outward, S, 0.0), tau, clip_low, clip_high)
 
 
@@ -214,8 +209,7 @@ def gmpo(t, live, frozen, *, edge, band):
   def cut(log_ratio):
     return np.where(A > 0, np.minimum(log_ratio, band), np.where(A < 0, np.maximum(log_ratio, -band), log_ratio))
 
-  with np.errstate(invalid="ignore"):
-    is_cut = keep & (A != 0) & (cut(now) != now)
+  is_cut = keep & (A != 0) & (cut(now) != now)
   plain = surrogate(t, t.mean(cut(t.on(live, edge)), keep), t.mean(cut(now), keep), keep)
   return plain._replace(clipped=plain.clipped | is_cut)
 
@@ -225,8 +219,7 @@ def sapo(t, live, frozen, *, edge, positive, negative):
   keep = t.there(now)
   temperature = np.where(A > 0, positive, negative)
   ratio = ratio_of(np.where(keep, t.on(live, edge), 0.0))
-  with np.errstate(over="ignore"):
-    gate = 4 / temperature / (1 + np.exp(-temperature * (ratio - 1)))
+  gate = 4 / temperature / (1 + np.exp(-temperature * (ratio - 1)))
   beyond = (A != 0) & (np.abs(np.where(keep, now, 0.0)) > LARGEST_LOG_RATIO)
   return Loss(np.where(keep, -A * gate, 0.0), keep, keep & beyond)
 
@@ -267,8 +260,7 @@ def ball(log_p, divergence, radius):
     inside = np.zeros(log_p.shape)
     for _ in range(50):
       log_r = (inside + outside) / 2
-      with np.errstate(divide="ignore"):
-        D = -p * log_r - other * np.log(np.maximum(1 - p * np.exp(log_r), 0.0) / other)
+      D = -p * log_r - other * np.log(np.maximum(1 - p * np.exp(log_r), 0.0) / other)
       inside, outside = np.where(radius >= D, log_r, inside), np.where(radius >= D, outside, log_r)
     return np.exp(inside)
 
@@ -322,25 +314,22 @@ def kl_cov(t, live, frozen, *, edge, share, coefficient):
 
 def icepop(t, live, frozen, *, edge, low, high, clip_low, clip_high):
   now, band = t.on(frozen, edge), t.on(frozen, "direct" if edge == "direct" else "behaviour")
-  with np.errstate(invalid="ignore", over="ignore"):
-    keep = t.there(now, band) & (np.exp(band) >= low) & (np.exp(band) <= high)
+  keep = t.there(now, band) & (np.exp(band) >= low) & (np.exp(band) <= high)
   weight = 1.0 if edge == "direct" else ratio_of(np.where(keep, band, 0.0))
   return surrogate(t, t.on(live, edge), now, keep, clip_low=clip_low, clip_high=clip_high, weight=weight)
 
 
 def kpop(t, live, frozen, *, edge, phi, clip_low, clip_high):
   now = t.on(frozen, edge)
-  with np.errstate(invalid="ignore"):
-    keep = t.there(now, t.on(frozen, "direct"))
-    for log_a, log_b in ((frozen.logprob, t.log_mu), (t.log_mu, frozen.logprob)):
-      keep = keep & (bernoulli_kl(log_a, log_b) <= phi)
+  keep = t.there(now, t.on(frozen, "direct"))
+  for log_a, log_b in ((frozen.logprob, t.log_mu), (t.log_mu, frozen.logprob)):
+    keep = keep & (bernoulli_kl(log_a, log_b) <= phi)
   return surrogate(t, t.on(live, edge), now, keep, clip_low=clip_low, clip_high=clip_high)
 
 
 def ipo(t, live, frozen, *, bound):
   now = t.on(frozen, "direct")
-  with np.errstate(invalid="ignore"):
-    keep = t.there(now) & (np.abs(np.exp(frozen.logprob) - np.exp(t.log_mu)) <= bound)
+  keep = t.there(now) & (np.abs(np.exp(frozen.logprob) - np.exp(t.log_mu)) <= bound)
   return surrogate(t, t.on(live, "direct"), now, keep)
 
 
@@ -350,24 +339,21 @@ def dppo(t, live, frozen, keep, cap):
 
 
 def dppo_tv(t, live, frozen, *, bound, cap):
-  with np.errstate(invalid="ignore"):
-    change = np.exp(frozen.logprob) - np.exp(t.log_mu)
-    far = np.where(t.advantage > 0, change > bound, change < -bound)
+  change = np.exp(frozen.logprob) - np.exp(t.log_mu)
+  far = np.where(t.advantage > 0, change > bound, change < -bound)
   return dppo(t, live, frozen, t.there(t.on(frozen, "direct")) & ~far, cap)
 
 
 def dppo_kl(t, live, frozen, *, bound, cap):
-  with np.errstate(invalid="ignore"):
-    delta = t.on(frozen, "direct")
-    far = (bernoulli_kl(t.log_mu, frozen.logprob) > bound) & np.where(t.advantage > 0, delta > 0, delta < 0)
+  delta = t.on(frozen, "direct")
+  far = (bernoulli_kl(t.log_mu, frozen.logprob) > bound) & np.where(t.advantage > 0, delta > 0, delta < 0)
   return dppo(t, live, frozen, t.there(delta) & ~far, cap)
 
 
 def m2po(t, live, frozen, *, bound):
   now = t.on(frozen, "direct")
   there = t.there(now)
-  with np.errstate(invalid="ignore"):
-    outward = there & (t.advantage * now > 0)
+  outward = there & (t.advantage * now > 0)
   rest = sorted(np.flatnonzero(outward), key=lambda i: now[i] ** 2)
   while rest and np.mean([now[i] ** 2 for i in rest]) > bound:
     rest.pop()
@@ -533,6 +519,11 @@ LOSSES = {
 }
 
 
+# NaN and -inf are part of the batches; what they reach is dropped by `there`.
+QUIET = {"over": "ignore", "invalid": "ignore", "divide": "ignore"}
+
+
+@np.errstate(**QUIET)
 def evaluate(name, policy, batch, hyper):
   """The Loss of a reference, [B, T]."""
   t, frozen = Tokens(batch), _policy(policy)
@@ -542,6 +533,7 @@ def evaluate(name, policy, batch, hyper):
 STEP = 1e-6
 
 
+@np.errstate(**QUIET)
 def gradients(name, policy, batch, hyper):
   """d sum(value) / d log pi [B, T] and / d the vocabulary's log pi [B, T, V], by central differences.
 

@@ -173,3 +173,29 @@ def test_a_batch_without_a_usable_token_has_loss_and_gradient_zero(name, kind):
   """Kills: NaN from a stored log-prob of -inf or NaN, and 0 / 0 or a kept token in an empty batch."""
   want = check(name, *build(0, kinds=[kind] * 18), hyper(name))
   assert name == "asympo" or not want.keep.any()
+
+
+@pytest.mark.parametrize("name, form", every_form(), ids=label)
+def test_a_single_token(name, form):
+  """Kills: a statistic of one token that is 0 / 0: a spread, a quantile, a group of one, k - 1."""
+  for seed in range(6):
+    policy, batch = build(seed, kinds=["policy"] * 18)
+    batch = dataclasses.replace(batch, mask=np.arange(18).reshape(3, 6) == 0)
+    check(name, policy, batch, hyper(name, **form))
+
+
+# Numbers with which no mask stands between an enormous ratio and the gradient.
+OPEN = {"tau": np.inf, "phi": np.inf, "low": 0.0, "high": np.inf, "bound": np.inf, "width": np.inf, "cap": np.inf}
+
+
+@pytest.mark.parametrize("name, form", every_form(), ids=label)
+def test_an_enormous_ratio_stays_finite(name, form):
+  """Kills: exp of an unbounded log-ratio, whose inf turns into NaN in the gradient."""
+  policy, batch = build(0, kinds=["policy"] * 18)
+  up = np.arange(18).reshape(3, 6) % 2 == 0
+  high, low = np.where(up, np.float32(-1e-6), np.float32(-300.0)), np.where(up, np.float32(-300.0), np.float32(-1e-6))
+  policy, batch = policy._replace(logprob=high), dataclasses.replace(batch, logprob=low, proximal=low)
+  got = run(name, policy, batch, **form, **{key: OPEN[key] for key in OPEN if key in hyper(name)})
+  assert got.keep.any()
+  for array in (got.value, got.gradient, got.vocabulary_gradient):
+    assert np.isfinite(array).all()

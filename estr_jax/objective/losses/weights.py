@@ -121,9 +121,10 @@ def vcpo(policy: Scores, batch: Batch, *, cap: float) -> TokenLoss:
   """
   delta, there_BT = composition.safe_log_ratio(policy, batch, "direct")
   rho = jnp.exp(log_sequence_weight(jax.lax.stop_gradient(delta), there_BT, batch.segment))
+  gini_BT = jax.lax.stop_gradient(required(policy.gini, "policy.gini"))
   others_BT = -jnp.expm1(jnp.where(there_BT, jax.lax.stop_gradient(policy.logprob), 0.0))  # 1 - p_t
   # At least (1 - p_t)^2: rounded below 0 where p_t is nearly 1, weights of both signs would give any baseline.
-  norm_BT = jnp.maximum(2 * others_BT - required(policy.gini, "policy.gini"), jnp.square(others_BT))
+  norm_BT = jnp.maximum(2 * others_BT - gini_BT, jnp.square(others_BT))
   norm_BT = sequence_sum(jnp.where(there_BT, norm_BT, 0.0), batch.segment)
   once_BT = first_of_sequence(there_BT, batch.segment)
   share_BT = jnp.where(once_BT, jnp.square(rho) * norm_BT, 0.0)
