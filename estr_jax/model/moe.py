@@ -182,7 +182,8 @@ class Mixture(nnx.Module):
     and scatters the results back. That moves about 2 (expert - 1) / expert of the group's tokens in and out of each
     device and sorts all of their rows there. An all-to-all would move k / expert of that at best, but it has to reserve
     for the worst case or drop tokens, and dropping is what would make a sampler and a learner disagree.
-    The kernels are gathered along fsdp by hand, since the partitioner would gather the experts of all devices.
+    All of this is written by hand: the partitioner, left to itself, gathers the tokens of the whole batch on every
+    device for the sort.
     """
     B, _, D = x_BTD.shape
     E, k = self.router.out_features, self.k
