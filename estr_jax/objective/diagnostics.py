@@ -206,18 +206,24 @@ def _bin(value_BT: jax.Array, inner_edges: np.ndarray) -> jax.Array:
 
 
 def _sum_by(bin_BT: jax.Array, bins: int, values: Sequence[jax.Array]) -> list[jax.Array]:
-  """f32 [bins] for each value [B, T]: its sum in each bin. Bin after bin, so that nothing [bins, B, T] ever lives."""
-  return jax.lax.map(
-    lambda index: [jnp.sum(jnp.where(bin_BT == index, value_BT, 0)).astype(jnp.float32) for value_BT in values],
+  """f32 [bins] for each value [B, T]: its sum in each bin.
+
+  Bin after bin, so that nothing [bins, B, T] ever lives; rows are added last, so that devices which hold rows of their
+  own meet once.
+  """
+  sums_EB = jax.lax.map(
+    lambda index: [jnp.sum(jnp.where(bin_BT == index, value_BT, 0), axis=1) for value_BT in values],
     jnp.arange(bins),
   )
+  return [jnp.sum(value_EB, axis=1).astype(jnp.float32) for value_EB in sums_EB]
 
 
 def _histogram(score_BT: jax.Array, where_BT: jax.Array) -> jax.Array:
   """f32 [len(SCORE_EDGES) + 1]: tokens in each bin, from how many have reached each edge."""
   score_BT = jnp.where(where_BT, score_BT, -1.0)
-  reached_E = jax.lax.map(lambda edge: _count(score_BT >= edge), jnp.asarray(SCORE_EDGES, jnp.float32))
-  return -jnp.diff(reached_E, prepend=_count(where_BT), append=0.0)
+  reached_EB = jax.lax.map(lambda edge: jnp.sum(score_BT >= edge, axis=1), jnp.asarray(SCORE_EDGES, jnp.float32))
+  reached_E = jnp.sum(reached_EB, axis=1)
+  return -jnp.diff(reached_E, prepend=jnp.sum(where_BT), append=0).astype(jnp.float32)
 
 
 def _share(count_N: jax.Array) -> Mean:
