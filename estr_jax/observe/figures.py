@@ -133,9 +133,10 @@ def masked(rows: Sequence[Row]) -> str | None:
     behind.set_zorder(0)
     axes.set_zorder(1)
     axes.plot(range(used), fraction[:used], color=colour, marker="o", markersize=4, lw=1.5)
-    axes.set_xticks(range(used), labels[:used], rotation=45)
+    axes.set_xticks(range(used), labels[:used], rotation=45, fontsize=8)
     axes.set_xlabel(f"{title} (bars: share of tokens)")
-    axes.set_ylim(bottom=0)
+  highest = max(np.nanmax(fraction) for fraction, *_ in known.values())
+  np.atleast_1d(every)[0].set_ylim(0, 1.08 * highest or 1)  # shared by the panels
   return _svg(figure, np.atleast_1d(every)[0], "masked", legend=False)
 
 
@@ -198,7 +199,7 @@ def boundaries(loss: Mapping[str, Any]) -> list[Boundary]:
   found, estr, icepop = [], loss["estr"], loss["icepop"]
   if _positive(estr, "tau", "eps"):
     tau, eps = estr["tau"], estr["eps"]
-    text = label("estr", f"ESTR: sqrt({tau:g} (H + {eps:g}))")
+    text = label("estr", f"ESTR: sqrt({tau:.3g} (H + {eps:g}))")
     found.append(Boundary(text, (lambda entropy: np.sqrt(tau * (entropy + eps)),), _SERIES[2]))
   if loss["edge"] == "direct" and _positive(icepop, "low", "high"):
     low, high = math.log(icepop["low"]), math.log(icepop["high"])
