@@ -3,17 +3,18 @@
 import json
 import os
 
+import diagnostics_reference
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from estr_jax.errors import UserError
-from estr_jax.objective.diagnostics import diagnose
+from estr_jax.objective import diagnostics
 from estr_jax.observe import writers
 from estr_jax.observe.glossary import GLOSSARY
 from estr_jax.observe.writers import MetricsFile
-from estr_jax.structs import Batch, Mean, TokenLoss
+from estr_jax.structs import Mean
 
 needs_dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a file that is always full, of Linux")
 
@@ -103,11 +104,9 @@ def test_an_undefined_name_is_refused_with_the_nearest_one(tmp_path):
 
 def test_every_metric_of_the_objective_is_defined():
   """Fails if diagnostics gains or renames a metric and the glossary does not."""
-  array, mask = jnp.zeros((2, 3)), jnp.ones((2, 3), bool)
-  whole = jnp.ones((2, 3), jnp.int32)
-  batch = Batch(whole, mask, array, array, whole, whole, array)
-  shapes = jax.eval_shape(diagnose, array, array, batch, TokenLoss(array, mask, mask))
-  assert set(shapes) <= set(GLOSSARY)
+  shapes = jax.eval_shape(diagnostics.diagnose, *diagnostics_reference.case(0))
+  derived = diagnostics.derive({name: Mean(np.zeros(m.total.shape), 0) for name, m in shapes.items()})
+  assert set(shapes) | set(derived) <= set(GLOSSARY)
   assert all(metric.formula and metric.unit and metric.healthy for metric in GLOSSARY.values())
 
 
