@@ -70,9 +70,9 @@ MUTANTS = {
     f"{_LOSSES} -k gipo",
   ),
   "score-function weight not detached": Mutant(
-    "losses/weights.py",
-    "bounded_exp(jax.lax.stop_gradient(delta))\n  weight_BT = jnp.clip",
-    "bounded_exp(delta)\n  weight_BT = jnp.clip",
+    "losses/composition.py",
+    "jax.lax.stop_gradient(weight_BT) * batch.advantage",
+    "weight_BT * batch.advantage",
     f"{_LOSSES} -k cispo",
   ),
   # Regions.

@@ -76,7 +76,7 @@ def cispo(policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high
   clip_low = 1 leaves the lower side open, as the source does.
   """
   delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
-  ratio = bounded_exp(jax.lax.stop_gradient(delta))
+  ratio = bounded_exp(delta)
   weight_BT = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
   return composition.reinforce(policy, batch, keep_BT=there_BT, weight_BT=weight_BT, bounded_BT=weight_BT != ratio)
 
