@@ -12,14 +12,13 @@ import jax.numpy as jnp
 
 def sequence_sum(value_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
   """[B, T]: at each token the sum over the tokens of its segment; differentiable."""
-  forward = _scan(jnp.add, value_BT, segment_BT, reverse=False)
-  return forward + _scan(jnp.add, value_BT, segment_BT, reverse=True) - value_BT
+  before_BT, after_BT = _scan(jnp.add, value_BT, segment_BT)
+  return before_BT + after_BT - value_BT
 
 
 def sequence_max(value_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
   """[B, T]: at each token the largest value of its segment."""
-  forward = _scan(jnp.maximum, value_BT, segment_BT, reverse=False)
-  return jnp.maximum(forward, _scan(jnp.maximum, value_BT, segment_BT, reverse=True))
+  return jnp.maximum(*_scan(jnp.maximum, value_BT, segment_BT))
 
 
 def sequence_mean(value_BT: jax.Array, where_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
@@ -35,7 +34,7 @@ def sequence_tokens(where_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
 
 def first_of_sequence(where_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
   """bool [B, T]: the first token of each segment that is `where_BT`; a sum over them counts each sequence once."""
-  count_BT = _scan(jnp.add, where_BT.astype(jnp.float32), segment_BT, reverse=False)
+  count_BT, _ = _scan(jnp.add, where_BT.astype(jnp.float32), segment_BT)
   return where_BT & (count_BT == 1)
 
 
@@ -46,16 +45,20 @@ def group_sum(value_BT: jax.Array, group_BT: jax.Array) -> jax.Array:
   return total_N[group_N].reshape(value_BT.shape)
 
 
-def _scan(operation: Callable, value_BT: jax.Array, segment_BT: jax.Array, *, reverse: bool) -> jax.Array:
-  """Inclusive scan along each row that begins anew at every segment."""
-  step = -1 if reverse else 1
+def _scan(operation: Callable, value_BT: jax.Array, segment_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """(up to each token, from each token on), itself included, within its segment."""
   border = jnp.ones_like(segment_BT[:, :1], bool)
   changes_BT = segment_BT[:, 1:] != segment_BT[:, :-1]
-  starts_BT = jnp.concatenate([border, changes_BT] if step > 0 else [changes_BT, border], axis=1)
 
   def combine(earlier, later):
     value, started = earlier
     new, starts = later
     return jnp.where(starts, new, operation(value, new)), started | starts
 
-  return jax.lax.associative_scan(combine, (value_BT, starts_BT), reverse=reverse, axis=1)[0]
+  # Both directions in one scan, which is what costs compile time: the second half of the rows is turned round.
+  value = jnp.concatenate([value_BT, value_BT[:, ::-1]])
+  starts = jnp.concatenate(
+    [jnp.concatenate([border, changes_BT], 1), jnp.concatenate([border, changes_BT[:, ::-1]], 1)]
+  )
+  up, down = jnp.split(jax.lax.associative_scan(combine, (value, starts), axis=1)[0], 2)
+  return up, down[:, ::-1]
