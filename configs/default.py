@@ -172,7 +172,7 @@ def get_config() -> ConfigDict:
   c.mesh.expert = 1
 
   c.learner = ConfigDict()
-  c.learner.score_chunk = 8192  # entries of the vocabulary whose logits live at once; a multiple of 128 on a TPU
+  c.learner.score_chunk = 2048  # entries of the vocabulary whose logits live at once; a multiple of 128 on a TPU
   c.learner.diagnostics = True  # the means of objective.diagnostics in every row
 
   c.checkpoint = ConfigDict()

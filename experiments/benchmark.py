@@ -63,7 +63,7 @@ class Size:
   chunk: int
 
 
-LARGE = Size(16, 1024, 3584, 151_936, 8192)  # Qwen2.5-7B; compiled only
+LARGE = Size(16, 1024, 3584, 151_936, 2048)  # Qwen2.5-7B; compiled only
 MEDIUM = Size(8, 128, 256, 10_752, 2048)  # the same vocabulary for its width; runs in seconds
 
 

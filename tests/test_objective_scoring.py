@@ -29,7 +29,7 @@ def some_logits(spread: float) -> tuple[np.ndarray, np.ndarray]:
 def hidden_states(B=B, T=T, D=D, V=V) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   random = np.random.default_rng(1)
   hidden_BTD = random.normal(size=(B, T, D)).astype(np.float32)
-  return hidden_BTD, random.normal(size=(D, V)).astype(np.float32), random.integers(0, V, size=(B, T))
+  return hidden_BTD, random.normal(size=(D, V)).astype(np.float32), random.integers(0, V, size=(B, T), dtype=np.int32)
 
 
 def reference(logits_V, targets, temperature) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.structs import Params
 from estr_jax.tasks.task import Example, Task
 
-_VOCABULARY_CHUNK = 8192  # of `scoring.score`
+_VOCABULARY_CHUNK = 2048  # of `scoring.score`
 STEPS_PER_CALL = 10  # updates inside one jitted call
 
 Tokens = tuple[np.ndarray, np.ndarray]  # tokens i32 [N, T], mask bool [N, T]

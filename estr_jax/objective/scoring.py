@@ -179,7 +179,11 @@ class _Plan:
 
   def take(self, head: jax.Array, start: jax.Array | int, size: int, dtype: jnp.dtype) -> jax.Array:
     """A chunk of the head in full width, laid out as the head is."""
-    part = jax.lax.dynamic_slice_in_dim(head, start, size, axis=self.vocabulary_axis).astype(dtype)
+    part = jax.lax.dynamic_slice_in_dim(head, start, size, axis=self.vocabulary_axis)
+    if part.dtype != dtype:
+      # The TPU compiler would convert the whole head before the loop, and hold that copy; it lets integers alone.
+      bits = jax.lax.bitcast_convert_type(part, jnp.dtype(f"uint{8 * part.dtype.itemsize}"))
+      part = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(bits), part.dtype).astype(dtype)
     return jax.lax.all_gather(part, self.width, axis=1 - self.vocabulary_axis, tiled=True) if self.width else part
 
   def put(self, head: jax.Array, part: jax.Array, start: jax.Array | int) -> jax.Array:
