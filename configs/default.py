@@ -45,7 +45,7 @@ def get_config() -> ConfigDict:
   c.model.expert_mlp_width = 0
   c.model.norm_topk_prob = False  # whether the weights of a token's experts sum to 1
   c.model.dtype = "float32"  # of the computation; parameters and scoring are float32
-  c.model.remat = "none"  # none, dots, full: what the backward pass keeps of each layer
+  c.model.remat = "none"  # none, dots, attention, full: what the backward pass keeps of each layer
 
   c.warm_start = ConfigDict()  # supervised, on the task's demonstrations; cached
   c.warm_start.steps = 0

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from estr_jax.model.attention import Keys, attend, rotate
+from estr_jax.model.attention import ATTENDED, Keys, attend, attend_sequences, rotate
 from estr_jax.model.moe import Mixture, Routed
 from estr_jax.structs import Params
 
@@ -47,11 +47,18 @@ class DecoderConfig:
 
 _SMALL_VOCABULARY = 1024
 
-# What the backward pass keeps of each layer.
+_policies = jax.checkpoint_policies
+_keep_attended = _policies.save_only_these_names(ATTENDED)
+_keep_products = _policies.save_from_both_policies(_policies.dots_with_no_batch_dims_saveable, _keep_attended)
+
+# What the backward pass keeps of each layer. None of them keeps scores; "attention" and "dots" keep what the attention
+# kernel of a TPU returns, "dots" also what the products with weights do. Inside of a scan nothing can be shared between
+# the passes anyway, so the barriers of prevent_cse would only be in the way.
 REMAT = {
   "none": lambda body: body,
-  "dots": lambda body: jax.checkpoint(body, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
-  "full": jax.checkpoint,
+  "dots": functools.partial(jax.checkpoint, policy=_keep_products, prevent_cse=False),
+  "attention": functools.partial(jax.checkpoint, policy=_keep_attended, prevent_cse=False),
+  "full": functools.partial(jax.checkpoint, prevent_cse=False),
 }
 
 
@@ -186,12 +193,12 @@ def forward(
 ) -> jax.Array:
   """Hidden states [B, T, D] after the final norm, for whole sequences, padded or packed.
 
-  A token sees the tokens of its own segment up to itself; segment 0 is padding. The rest is for a mixture of experts.
+  A token sees the tokens of its own segment up to itself; segment 0 is padding.
 
   Args:
-    mesh: of `sharding.make_mesh`, where the parameters lie on one; it says where experts are.
-    routing: i32 [L, B, T, k], experts to take instead of the routers' choice; -1 leaves an entry to the router. Weights
-      are those of the routers at these experts, with their gradient.
+    mesh: of `sharding.make_mesh`, where the parameters lie on one; it says where rows, heads and experts are.
+    routing: for a mixture of experts, i32 [L, B, T, k], the experts to take instead of the routers' choice; -1 leaves
+      an entry to the router. Weights are those of the routers at these experts, with their gradient.
   """
   return forward_routed(config, params, tokens_BT, segment_BT, mesh=mesh, routing=routing)[0]
 
@@ -209,15 +216,12 @@ def forward_routed(
   decoder_graph, layer_graph = _graphs(config)
   decoder = nnx.merge(decoder_graph, params)
   position_BT = positions(segment_BT)
-  index_T = jnp.arange(tokens_BT.shape[1])
-  causal_TS = index_T[:, None] >= index_T[None, :]
-  visible_BTS = causal_TS & (segment_BT[:, :, None] == segment_BT[:, None, :])
 
   def body(x_BTD, xs):
     layer_params, recorded_BTk = xs
     layer = nnx.merge(layer_graph, layer_params)
     q, k, v = layer.project(x_BTD, position_BT)
-    attended_BTHK = attend(q, Keys(k, v, visible_BTS))
+    attended_BTHK = attend_sequences(q, k, v, segment_BT, mesh=mesh)
     return layer.finish(x_BTD, attended_BTHK, there_BT=segment_BT > 0, recorded_BTk=recorded_BTk, mesh=mesh)
 
   x_BTD, routed = jax.lax.scan(REMAT[config.remat](body), _embed(decoder, tokens_BT), (params["layers"], routing))
