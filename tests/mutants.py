@@ -130,7 +130,7 @@ MUTANTS = {
   ),
   # Sequences.
   "token counted twice in its sequence": Mutant(
-    "scopes.py", "reverse=True) - value_BT", "reverse=True)", "tests/test_objective_scopes.py"
+    "scopes.py", "before_BT + after_BT - value_BT", "before_BT + after_BT", "tests/test_objective_scopes.py"
   ),
   "sequences of a row run together": Mutant(
     "scopes.py", "segment_BT[:, 1:] != segment_BT[:, :-1]", "segment_BT[:, 1:] > 99", "tests/test_objective_scopes.py"
