@@ -168,6 +168,10 @@ class Update:
   abstract: TrainState
   init: "functools.partial[TrainState]"  # params -> state
 
+  def place(self, params: Params) -> Params:
+    """On the mesh as the state's own parameters lie."""
+    return jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, self.abstract.params))
+
 
 def loss_hyper(config: ConfigDict) -> dict[str, Any]:
   """The keyword arguments of the configured loss: its own keys first, then those that losses share.
@@ -234,7 +238,7 @@ def update_of(config: ConfigDict, model: DecoderConfig) -> Update:
     pack=False,
   )
   place = functools.partial(jax.device_put, device=NamedSharding(mesh, sharding.BATCH_SPEC))
-  anchors = {name for name in ("proximal", "reference") if objective.reads(name, hyper)}
+  anchors = tuple(name for name in ("proximal", "reference") if objective.reads(name, hyper))
   score_step = step.make_score_step(model, **shared) if anchors else None
   calibration, fraction = None, settings.calibrated_fraction(config)
   if fraction is not None:
@@ -247,7 +251,7 @@ def update_of(config: ConfigDict, model: DecoderConfig) -> Update:
       stale_share=0.5 if config.mode == "async" else 0.0,
     )
   return Update(
-    learner=Learner(assemble, place, train_step, hyper, score_step, frozenset(anchors), calibration),
+    learner=Learner(assemble, place, train_step, hyper, score_step, anchors, calibration),
     abstract=step.abstract_state(model, rule, mesh),
     init=functools.partial(
       step.init_state, model, rule, mesh=mesh, entropy_coefficient=config.loss.entropy.coefficient

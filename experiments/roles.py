@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import time
@@ -105,14 +106,13 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
     if latest is not None:
       check_same(config, workdir)
     record_config(config, workdir)
-    version_0 = None
-    if latest is None or "reference" in update.learner.anchors:
-      version_0 = assembly.initial_params(config, model, tokenizer, stream, view)
+    version_0 = functools.partial(assembly.initial_params, config, model, tokenizer, stream, view)
+    reference = update.place(version_0()) if "reference" in update.learner.anchors else None
     metrics_path = workdir / "metrics.jsonl"
     if latest is None:
       cursor = None
       metrics_path.unlink(missing_ok=True)  # nothing of a start that left no checkpoint counts
-      state = update.init(version_0)
+      state = update.init(version_0() if reference is None else reference)
     else:
       state, record = checkpoints.restore(update.abstract, latest)
       if record["seed"] != config.seed:
@@ -128,7 +128,7 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
         rollouts,
         update.learner,
         assembly.schedule_of(config),
-        reference=version_0 if "reference" in update.learner.anchors else None,
+        reference=reference,
         evaluate=evaluate,
         checkpoints=checkpoints,
         host_record={"seed": config.seed},

@@ -1,5 +1,6 @@
 """The train step, through its effect on the parameters."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from learner_cases import (
   HYPER,
   MODEL,
+  OBJECTIVE,
   ROWS,
   WIDE,
   batch,
@@ -96,6 +98,38 @@ def test_the_gradient_is_that_of_the_whole_batchs_mean():
   assert 0 < kept < data.mask.sum()  # some tokens are masked, or the test cannot tell
   assert np.abs(flat(gradient)).max() > 1e-3
   np.testing.assert_allclose(moved(data), 0.1 * flat(gradient), atol=2e-7, rtol=1e-4)
+
+
+def test_penalties_and_the_step_size():
+  """Fails if a bonus or a penalty has the wrong sign, coefficient, anchor or denominator, if the coefficient that acts
+  is not the one that was just adapted, or if the effective sample size is that of one microbatch."""
+  data = batch()
+  data = dataclasses.replace(data, reference=(data.logprob - 0.3).astype(np.float32))
+  objective = dataclasses.replace(OBJECTIVE, entropy_bonus=True, kl=("k2", "reference"), ess_step=True)
+  above = np.float32(data.entropy[data.mask].mean() + 0.1)
+  hyper = HYPER._replace(
+    kl_coefficient=np.float32(0.7),
+    entropy_target=above,
+    entropy_step=np.float32(0.02),
+    entropy_largest=np.float32(0.05),
+  )
+
+  @jax.jit
+  @functools.partial(jax.grad, has_aux=True)
+  def penalty(params):
+    policy = scores(params, data.tokens, data.segment)
+    token = 0.7 * 0.5 * jnp.square(policy.logprob - data.reference) - 0.02 * policy.entropy
+    return jnp.sum(jnp.where(data.mask, token, 0.0)) / data.mask.sum(), policy.logprob
+
+  gradient, logprob = penalty(initial_params())
+  weight = np.exp(np.where(data.mask, np.asarray(logprob) - data.logprob, 0.0).sum(axis=1))  # a sequence a row
+  scale = np.sqrt(weight.sum() ** 2 / (len(weight) * np.square(weight).sum()))
+  assert scale < 0.9 and np.abs(flat(gradient)).max() > 1e-3
+  state, metrics = train_step(microbatches=2, objective=objective, hyper=hyper)(fresh_state(), data)
+  wanted = scale * (moved(data) - 0.1 * flat(gradient))
+  np.testing.assert_allclose(flat(state.params) - flat(initial_params()), wanted, atol=3e-7, rtol=1e-4)
+  assert float(state.entropy_coefficient) == float(metrics["loss/entropy_coefficient"].value()) == np.float32(0.02)
+  np.testing.assert_allclose(metrics["optimizer/learning_rate"].value(), 0.1 * scale, rtol=1e-5)
 
 
 def test_two_microbatches_equal_one():

@@ -102,13 +102,17 @@ def test_on_policy_refuses_old_weights():
 
 
 def test_a_stopped_sync_run_goes_on_to_the_same_end(cache, tmp_path):
-  """Fails if a resumed run skips or repeats a prompt, a step, or a random draw."""
-  straight = config(cache, "sync", steps=4)
+  """Fails if a resumed run skips or repeats a prompt, a step, or a random draw, if it forgets the coefficient of the
+  entropy bonus, or if its KL penalty is against the weights that it resumed from."""
+  terms = dict(loss__entropy__target=10.0, loss__kl__coefficient=0.1)
+  straight = config(cache, "sync", steps=4, **terms)
   _, rows = train(straight, tmp_path / "straight")
   for steps in (2, 4):
-    _, resumed = train(config(cache, "sync", steps=steps), tmp_path / "resumed")
+    _, resumed = train(config(cache, "sync", steps=steps, **terms), tmp_path / "resumed")
   assert [row["step"] for row in resumed] == [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-  assert [r.get("loss/objective") for r in resumed] == [r.get("loss/objective") for r in rows]
+  for name in ("loss/objective", "loss/penalty", "loss/entropy_coefficient"):
+    assert [row.get(name) for row in resumed] == [row.get(name) for row in rows], name
+  assert rows[4]["loss/entropy_coefficient"] > rows[1]["loss/entropy_coefficient"] > 0
   assert_trees_equal(final_params(straight, tmp_path / "straight"), final_params(straight, tmp_path / "resumed"))
 
 

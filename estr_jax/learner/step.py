@@ -146,9 +146,9 @@ class Objective:
   ess_step: bool  # whether the update is scaled by sqrt(effective sample size / sequences), as in VCPO
 
   def reads(self, name: str, hyper: "Hyper") -> bool:
-    """Whether "proximal" or "reference" of the batch, or "entropy" of the policy, has to be computed for it."""
-    of_terms = {"entropy": self.entropy_bonus}.get(name, self.kl is not None and self.kl[1] == name)
-    return of_terms or needs(functools.partial(self.loss, **hyper.loss), name)
+    """Whether it needs a `name` of `losses.needs`: for the loss, for the entropy bonus or as the anchor of the KL."""
+    asked = self.entropy_bonus if name == "entropy" else self.kl is not None and self.kl[1] == name
+    return asked or needs(functools.partial(self.loss, **hyper.loss), name)
 
 
 class Hyper(NamedTuple):
@@ -290,7 +290,7 @@ def make_score_step(
   """Builds the jitted `(params, batch) -> f32 [B, T]` of what `read` makes of a policy's scores.
 
   By default that is the log-prob, for `batch.proximal`, log q under the weights before an update, and for
-  `batch.reference`. Needed only where `losses.needs` says so.
+  `batch.reference`. Needed only where `Objective.reads` says so.
 
   The arguments are those of `make_train_step`; `read` sees one microbatch at a time.
   """

@@ -47,7 +47,7 @@ class Learner:
   train_step: step.TrainStep
   hyper: step.Hyper
   score_step: step.ScoreStep | None  # where the objective asks for an anchor
-  anchors: frozenset[str]  # "proximal", "reference": what the objective reads of the batch besides the record
+  anchors: tuple[str, ...]  # "proximal", "reference": what the objective reads of the batch besides the record
   calibration: Calibration | None
 
   def tau(self) -> float | None:
@@ -91,7 +91,7 @@ def learner_loop(
     rollouts: the source of batches; told of the weights of `state` first.
     learner: builds and applies updates.
     schedule: when to evaluate and to save.
-    reference: the weights of version 0, where `learner.anchors` has "reference".
+    reference: the weights of version 0, placed like the state's, where `learner.anchors` has "reference".
     evaluate: of held-out prompts.
     checkpoints: of state, prompt cursor, tau and `host_record`.
     host_record: JSON that a resumed run checks.
@@ -117,10 +117,9 @@ def learner_loop(
     if step.compilations(learner.train_step) == 0:
       view.phase("compiling the train step")
     batch = learner.place(learner.assemble(groups, version))
-    if "proximal" in learner.anchors:
-      batch = dataclasses.replace(batch, proximal=learner.score_step(state.params, batch))
-    if "reference" in learner.anchors:
-      batch = dataclasses.replace(batch, reference=learner.score_step(reference, batch))
+    policies = {"proximal": state.params, "reference": reference}
+    anchors = {name: learner.score_step(policies[name], batch) for name in learner.anchors}
+    batch = dataclasses.replace(batch, **anchors)
     metrics = batching.staleness(groups, version)
     if learner.calibration is not None and learner.tau() is None:
       learner = _calibrated(learner, state.params, batch, metrics["staleness/token_histogram"], version, view)
@@ -186,8 +185,8 @@ def _check_finite(metrics: Mapping[str, Mean | np.ndarray], version: int) -> Non
     value = float(metrics[name].value())
     if not np.isfinite(value):
       raise UserError(
-        f"{name} is {value} in the update to version {version}: training has diverged; lower optimizer.learning_rate "
-        "or loss.estr.tau, and run again to go on from the last checkpoint"
+        f"{name} is {value} in the update to version {version}: training has diverged; start anew in another --workdir "
+        "with a lower optimizer.learning_rate or a tighter trust region"
       )
 
 
