@@ -38,7 +38,10 @@ def loo_normalised(reward_GN: np.ndarray, eps: float) -> np.ndarray:
 
 
 def reinforce_pp(reward_GN: np.ndarray, eps: float) -> np.ndarray:
-  """REINFORCE++ (Hu et al., arXiv 2501.03262): A = (R - batch mean) / (batch std + eps), blind to groups."""
+  """REINFORCE++ (Hu et al., arXiv 2501.03262): A = (R - batch mean) / (batch std + eps), blind to groups.
+
+  Mean and spread are over sequences; public trainers take them over tokens, where a long answer weighs more.
+  """
   reward_GN = np.asarray(reward_GN, np.float64)
   if (reward_GN == reward_GN.flat[0]).all():
     return np.zeros_like(reward_GN)
@@ -46,7 +49,10 @@ def reinforce_pp(reward_GN: np.ndarray, eps: float) -> np.ndarray:
 
 
 def reinforce_pp_baseline(reward_GN: np.ndarray, eps: float) -> np.ndarray:
-  """REINFORCE++ with a baseline (same source): R - group mean, divided by (its std over the batch + eps)."""
+  """REINFORCE++ with a baseline (same source): R - group mean, divided by (its std over the batch + eps).
+
+  Over sequences, as in `reinforce_pp`.
+  """
   centred_GN = _centred(reward_GN)
   return _divide(centred_GN, centred_GN.std() + eps)
 

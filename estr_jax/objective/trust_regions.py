@@ -7,7 +7,8 @@ gradient, and a value that is not finite is never kept: a stored log-prob of -in
 import jax
 import jax.numpy as jnp
 
-from estr_jax.objective.triangle import required
+from estr_jax.objective.surrogates import MAX_LOG_RATIO
+from estr_jax.objective.triangle import log_ratio, required
 from estr_jax.structs import Batch, Scores
 
 
@@ -32,18 +33,24 @@ def ratio_band(log_ratio_BT: jax.Array, *, low: float, high: float) -> jax.Array
 
 def bernoulli_kl(log_p_BT: jax.Array, log_q_BT: jax.Array) -> jax.Array:
   """KL(Bernoulli(p) || Bernoulli(q)) in nats: of "this token or any other", from the two log-probs."""
+  log_p, log_q = jax.lax.stop_gradient((log_p_BT, log_q_BT))
 
   def term(log_a, log_b):
     return jnp.where(jnp.isneginf(log_a), 0.0, jnp.exp(log_a) * (log_a - log_b))
 
-  return term(log_p_BT, log_q_BT) + term(_log1mexp(log_p_BT), _log1mexp(log_q_BT))
+  return term(log_p, log_q) + term(_log1mexp(log_p), _log1mexp(log_q))
 
 
 def bernoulli_kl_ball(log_p_BT: jax.Array, log_q_BT: jax.Array, *, phi: float) -> jax.Array:
   """KPop: keep iff KL(p || q) <= phi and KL(q || p) <= phi, of the sampled token's Bernoulli."""
-  log_p, log_q = jax.lax.stop_gradient(log_p_BT), jax.lax.stop_gradient(log_q_BT)
-  inside = (bernoulli_kl(log_p, log_q) <= phi) & (bernoulli_kl(log_q, log_p) <= phi)
-  return jnp.isfinite(log_p) & jnp.isfinite(log_q) & inside
+  inside = (bernoulli_kl(log_p_BT, log_q_BT) <= phi) & (bernoulli_kl(log_q_BT, log_p_BT) <= phi)
+  return jnp.isfinite(log_p_BT) & jnp.isfinite(log_q_BT) & inside
+
+
+def sampled_kl(policy: Scores, batch: Batch) -> jax.Array:
+  """r - 1 - log r with r = pi / mu: an unbiased estimate of KL(mu || pi) from the sampled token, nats, [B, T]."""
+  delta = jax.lax.stop_gradient(log_ratio(policy.logprob, batch, "direct"))
+  return jnp.expm1(jnp.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - delta
 
 
 def vocabulary_kl(policy: Scores, batch: Batch) -> jax.Array:
@@ -56,6 +63,7 @@ def vocabulary_kl(policy: Scores, batch: Batch) -> jax.Array:
 
 def probability_change(log_p_BT: jax.Array, log_q_BT: jax.Array) -> jax.Array:
   """p - q from the two log-probs, accurate also where they are nearly equal."""
+  log_p_BT, log_q_BT = jax.lax.stop_gradient((log_p_BT, log_q_BT))
   larger, smaller = jnp.maximum(log_p_BT, log_q_BT), jnp.minimum(log_p_BT, log_q_BT)
   return jnp.sign(log_p_BT - log_q_BT) * jnp.exp(larger) * -jnp.expm1(smaller - larger)
 

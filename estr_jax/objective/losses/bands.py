@@ -1,5 +1,7 @@
 """Masks by a fixed threshold: which tokens or sequences are too far from another policy."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -43,7 +45,7 @@ def kpop(policy: Scores, batch: Batch, *, edge: str, phi: float, clip_low: float
 def ipo(policy: Scores, batch: Batch, *, bound: float) -> TokenLoss:
   """-r A with r = pi / mu, where |pi - mu| of the sampled token is at most `bound` (prime-rl's IPO); no clip."""
   delta, there_BT = composition.safe_log_ratio(policy, batch, "direct")
-  change_BT = trust_regions.probability_change(jax.lax.stop_gradient(policy.logprob), batch.logprob)
+  change_BT = trust_regions.probability_change(policy.logprob, batch.logprob)
   return composition.shaped(delta, batch, keep_BT=there_BT & trust_regions.at_most(jnp.abs(change_BT), bound))
 
 
@@ -52,7 +54,7 @@ def dppo_tv(policy: Scores, batch: Batch, *, bound: float, cap: float) -> TokenL
 
   Dropped where A > 0 and pi - mu is above `bound`, or A <= 0 and pi - mu is below -bound: outward moves only.
   """
-  change_BT = trust_regions.probability_change(jax.lax.stop_gradient(policy.logprob), batch.logprob)
+  change_BT = trust_regions.probability_change(policy.logprob, batch.logprob)
   outward_BT = jnp.where(batch.advantage > 0, change_BT, -change_BT)
   return _capped(policy, batch, trust_regions.at_most(outward_BT, bound), cap)
 
@@ -62,7 +64,7 @@ def dppo_kl(policy: Scores, batch: Batch, *, bound: float, cap: float) -> TokenL
 
   Dropped where that KL is above `bound` and the move is outward: pi above mu where A > 0, below it where A <= 0.
   """
-  log_pi = jax.lax.stop_gradient(policy.logprob)
+  log_pi = policy.logprob
   far_BT = ~trust_regions.at_most(trust_regions.bernoulli_kl(batch.logprob, log_pi), bound)
   outward_BT = jnp.where(batch.advantage > 0, log_pi > batch.logprob, log_pi < batch.logprob)
   return _capped(policy, batch, ~(far_BT & outward_BT), cap)
@@ -85,20 +87,16 @@ def m2po(policy: Scores, batch: Batch, *, bound: float) -> TokenLoss:
   return composition.shaped(delta, batch, keep_BT=there_BT & (~outward_BT | (square_BT <= largest)))
 
 
-def trm(policy: Scores, batch: Batch, *, divergence: str, bound: float) -> TokenLoss:
+def trm(policy: Scores, batch: Batch, *, divergence: Literal["k3", "vocabulary"], bound: float) -> TokenLoss:
   """-r A, r = pi / mu, for the sequences whose worst token's divergence is at most `bound` (TRM, arXiv 2512.23075).
 
   divergence "vocabulary" is the paper's KL(mu || pi) over the whole vocabulary, from the recorded distribution of mu.
-  "k3" is r - 1 - log r, its unbiased estimate from the sampled token; the paper discusses such proxies. A token
-  without a ratio has an infinite divergence. The paper's bound is not known.
+  "k3" is its estimate from the sampled token alone; the paper discusses such proxies. A token without a ratio has an
+  infinite divergence. The paper's bound is not known.
   """
   delta, there_BT = composition.safe_log_ratio(policy, batch, "direct")
-  if divergence == "vocabulary":
-    divergence_BT = trust_regions.vocabulary_kl(policy, batch)
-  else:
-    frozen = jax.lax.stop_gradient(delta)
-    divergence_BT = bounded_exp(frozen) - 1 - frozen
-  worst_BT = jnp.where(there_BT, divergence_BT, jnp.where(batch.mask, jnp.inf, 0.0))
+  measure = {"k3": trust_regions.sampled_kl, "vocabulary": trust_regions.vocabulary_kl}[divergence]
+  worst_BT = jnp.where(there_BT, measure(policy, batch), jnp.where(batch.mask, jnp.inf, 0.0))
   keep_BT = trust_regions.at_most(sequence_max(worst_BT, batch.segment), bound)
   return composition.shaped(delta, batch, keep_BT=there_BT & keep_BT)
 

@@ -1,5 +1,7 @@
 """Score centering: what truncating or masking a weight adds to the expected score is taken away again."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -9,7 +11,9 @@ from estr_jax.objective.triangle import required
 from estr_jax.structs import Batch, Scores, TokenLoss
 
 
-def score_centering(policy: Scores, batch: Batch, *, weight: str, low: float, high: float) -> TokenLoss:
+def score_centering(
+  policy: Scores, batch: Batch, *, weight: Literal["tis", "mis", "one"], low: float, high: float
+) -> TokenLoss:
   """-A [sg(w_a) log p_a - sum_v sg(m_v w_v) log p_v], p = pi, m = mu (Marek & Ryabinin, arXiv 2609.20807).
 
   The sum is the expectation under mu of the weighted score, which importance weights w = p / m make 0 and truncated
@@ -32,8 +36,8 @@ def score_centering(policy: Scores, batch: Batch, *, weight: str, low: float, hi
 
 def _weigh(log_ratio: jax.Array, weight: str, low: float, high: float) -> jax.Array:
   ratio = bounded_exp(log_ratio)
-  if weight == "tis":
-    return jnp.minimum(ratio, high)
-  if weight == "mis":
-    return jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
-  return jnp.ones_like(ratio)
+  return {
+    "one": jnp.ones_like(ratio),
+    "tis": jnp.minimum(ratio, high),
+    "mis": jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0),
+  }[weight]

@@ -1,5 +1,7 @@
 """Shapers: how far a ratio may carry its gradient."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -26,7 +28,8 @@ def gspo(policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high:
   """PPO on the sequence's geometric ratio s = exp(mean log r); every token carries its sequence's value.
 
   The sequence form of Zheng et al. (arXiv 2507.18071), meant for aggregation "sequence_mean". With "sequence_sum" it
-  is LUSPO: the sequence's loss times its length. The mean is over the tokens that have a ratio.
+  is LUSPO, the sequence's loss times its length, over that aggregation's constant. The mean is over the tokens that
+  have a ratio.
   """
   delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
   log_s = sequence_mean(delta, there_BT, batch.segment)
@@ -92,7 +95,7 @@ def stable_reinforce(
 
 
 def sat(policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high: float, quantile: float) -> TokenLoss:
-  """PPO whose clip shrinks for the stalest tokens (SAT, arXiv 2607.18722).
+  """PPO whose clip shrinks for the tokens that have drifted furthest (SAT, arXiv 2607.18722).
 
   Where |delta| on the direct edge is above its `quantile` q over the tokens here that have a ratio (linear between
   two of them), the endpoint on delta's side is drawn in: 1 + clip_high c where delta > 0, 1 - clip_low c where
@@ -111,19 +114,26 @@ def sat(policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high: 
 
 
 def bandpo(
-  policy: Scores, batch: Batch, *, edge: str, divergence: str, radius: float, clip_low: float, clip_high: float
+  policy: Scores,
+  batch: Batch,
+  *,
+  edge: str,
+  divergence: Literal["kl", "tv", "chi2"],
+  radius: float,
+  clip_low: float,
+  clip_high: float,
 ) -> TokenLoss:
   """PPO whose band is the ball of an f-divergence around the anchor of the edge (BandPO, arXiv 2603.04918).
 
   With p the anchor's probability of the token, and the vocabulary reduced to "this token or another": "tv" gives
   1 +- radius / p, "chi2" 1 +- sqrt(radius (1 - p) / p), "kl" the r at which KL(anchor || pi) is `radius`. As in the
-  released code the band is never narrower than [1 - clip_low, 1 + clip_high] and never above 100.
+  released code the band is never narrower than [1 - clip_low, 1 + clip_high], and the ball ends at 100.
   """
   band = {"tv": tv_band, "chi2": chi2_band, "kl": kl_band}[divergence]
   delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
   low_BT, high_BT = band(jnp.where(there_BT, log_anchor(batch, edge), -1.0), radius)
   low_BT = jnp.minimum(low_BT, 1 - clip_low)
-  high_BT = jnp.minimum(jnp.maximum(high_BT, 1 + clip_high), 100.0)
+  high_BT = jnp.maximum(high_BT, 1 + clip_high)
   return composition.shaped(delta, batch, keep_BT=there_BT, clip_low=1 - low_BT, clip_high=high_BT - 1)
 
 

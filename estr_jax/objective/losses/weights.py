@@ -1,5 +1,8 @@
 """Detached weights: importance sampling, truncated, masked or damped."""
 
+import dataclasses
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -11,9 +14,11 @@ from estr_jax.objective.surrogates import bounded_exp
 from estr_jax.objective.triangle import log_behaviour_ratio, required
 from estr_jax.structs import Batch, Scores, TokenLoss
 
+_Scope = Literal["token", "sequence", "geometric"]
+
 
 def tis(
-  policy: Scores, batch: Batch, *, edge: str, scope: str, cap: float, clip_low: float, clip_high: float
+  policy: Scores, batch: Batch, *, edge: str, scope: _Scope, cap: float, clip_low: float, clip_high: float
 ) -> TokenLoss:
   """Truncated importance sampling: the weight sg(min(rho, cap)), rho of a token or the product over its sequence.
 
@@ -27,7 +32,7 @@ def tis(
 
 
 def mis(
-  policy: Scores, batch: Batch, *, edge: str, scope: str, low: float, high: float, clip_low: float, clip_high: float
+  policy: Scores, batch: Batch, *, edge: str, scope: _Scope, low: float, high: float, clip_low: float, clip_high: float
 ) -> TokenLoss:
   """Masked importance sampling: the weight sg(rho) where low <= rho <= high, and nothing elsewhere.
 
@@ -116,8 +121,8 @@ def vcpo(policy: Scores, batch: Batch, *, cap: float) -> TokenLoss:
   w is the sequence's product of pi / mu and b = sum W R / sum W over the group, W = w^2 n. The paper's n is the squared
   norm of the sequence's gradient, which takes a backward pass for each; here it is that of its score in the logits,
   sum_t (1 - 2 p_t + sum_v p_v^2), which is exact up to the network's Jacobian: a proxy of ours. The rewards of the
-  batch are read and its advantages are not. The paper's step size is `optimizer.ess_step`. The group is what is here
-  of it.
+  batch are read and its advantages are not; the released scripts also divide by the group's spread of rewards, which is
+  not done here. The paper's step size is `optimizer.ess_step`. The group is what is here of it.
   """
   delta, there_BT = composition.safe_log_ratio(policy, batch, "direct")
   rho = jnp.exp(log_sequence_weight(jax.lax.stop_gradient(delta), there_BT, batch.segment))
@@ -131,15 +136,15 @@ def vcpo(policy: Scores, batch: Batch, *, cap: float) -> TokenLoss:
   total_BT = group_sum(share_BT, batch.group)
   reward_BT = jnp.where(there_BT, batch.reward, 0.0)
   baseline_BT = group_sum(share_BT * reward_BT, batch.group) / jnp.where(total_BT > 0, total_BT, 1.0)
-  centred = Batch(**{**vars(batch), "advantage": jnp.where(there_BT, reward_BT - baseline_BT, 0.0)})
+  centred = dataclasses.replace(batch, advantage=jnp.where(there_BT, reward_BT - baseline_BT, 0.0))
   return composition.reinforce(policy, centred, keep_BT=there_BT, weight_BT=jnp.minimum(rho, cap), bounded_BT=rho > cap)
 
 
 def asympo(policy: Scores, batch: Batch) -> TokenLoss:
   """A x -log pi / sg(mean -log pi of the response): needs no behaviour log-probs and no ratio (ASymPO, 2606.03070).
 
-  The value of a whole response is its advantage times its length, so a group of mean 0 has no loss and yet a gradient.
-  The sources give no floor of the mean; 1e-6 nats is ours.
+  Meant for aggregation "sequence_mean", where the value of a response is its advantage: a group of mean 0 has no loss
+  and yet a gradient. The sources give no floor of the mean; 1e-6 nats is ours.
   """
   finite_BT = batch.mask & jnp.isfinite(jax.lax.stop_gradient(policy.logprob))
   nll_BT = -jnp.where(finite_BT, policy.logprob, 0.0)
@@ -175,7 +180,7 @@ def stare(
   return token_loss._replace(value=token_loss.value * jnp.where(low & chosen_BT, boost, 1.0))
 
 
-def _importance(policy: Scores, batch: Batch, edge: str, scope: str) -> tuple[jax.Array, jax.Array]:
+def _importance(policy: Scores, batch: Batch, edge: str, scope: _Scope) -> tuple[jax.Array, jax.Array]:
   """(log rho of a scope, detached; where a token has one), [B, T]: rho = q / mu on proximal, pi / mu on direct."""
   if edge == "proximal":
     log_rho = log_behaviour_ratio(batch)
@@ -184,11 +189,8 @@ def _importance(policy: Scores, batch: Batch, edge: str, scope: str) -> tuple[ja
   else:
     log_rho, there_BT = composition.safe_log_ratio(policy, batch, edge)
     log_rho = jax.lax.stop_gradient(log_rho)
-  if scope == "sequence":
-    log_rho = log_sequence_weight(log_rho, there_BT, batch.segment)
-  elif scope == "geometric":
-    log_rho = sequence_mean(log_rho, there_BT, batch.segment)
-  return log_rho, there_BT
+  of_scope = {"token": lambda log_rho, *_: log_rho, "sequence": log_sequence_weight, "geometric": sequence_mean}[scope]
+  return of_scope(log_rho, there_BT, batch.segment), there_BT
 
 
 def _weighted(policy, batch, edge, keep_BT, weight_BT, bounded_BT, clip_low, clip_high) -> TokenLoss:
