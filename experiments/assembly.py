@@ -5,11 +5,10 @@ import functools
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from estr_jax.errors import UserError
@@ -59,14 +58,21 @@ def tokenizer_of(config: ConfigDict) -> Tokenizer:
   return CharTokenizer(task_of(config).alphabet)
 
 
-def model_of(config: ConfigDict, tokenizer: Tokenizer) -> DecoderConfig:
-  """The folder's shape, or that of the config; computation as the config says."""
+def model_of(config: ConfigDict, tokenizer: Tokenizer | None) -> DecoderConfig:
+  """The folder's shape, or that of the config; computation as the config says.
+
+  Without a tokenizer, a plan's, the folder or model.vocabulary has to say how many tokens there are.
+  """
   m = config.model
   if m.folder:
     shape = hf.read_config(Path(m.folder).expanduser())
   else:
     keys = {field.name for field in dataclasses.fields(DecoderConfig)} - {"vocab_size", "dtype", "remat"}
-    shape = {"vocab_size": tokenizer.vocab_size, **{name: m[name] for name in keys}}
+    if tokenizer is not None and m.vocabulary not in (0, tokenizer.vocab_size):
+      raise UserError(
+        f"model.vocabulary={m.vocabulary}, but the tokenizer has {tokenizer.vocab_size} tokens; leave it at 0"
+      )
+    shape = {"vocab_size": m.vocabulary or tokenizer.vocab_size, **{name: m[name] for name in keys}}
   model = DecoderConfig(**shape, dtype=m.dtype, remat=m.remat)
   if config.sampling.record_vocabulary and model.vocab_size > _RECORDED_VOCABULARY:
     raise UserError(
@@ -173,21 +179,10 @@ class Update:
     return jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, self.abstract.params))
 
 
-def loss_hyper(config: ConfigDict) -> dict[str, Any]:
-  """The keyword arguments of the configured loss: its own keys first, then those that losses share.
-
-  A tau that is to be calibrated is infinite until it is.
-  """
-  loss = config.loss
-  own = loss[loss.name]
-  hyper = {name: own[name] if name in own else loss[name] for name in keywords(LOSSES[loss.name])}
-  return hyper if settings.calibrated_fraction(config) is None else hyper | {"tau": np.inf}
-
-
 def objective_of(config: ConfigDict) -> tuple[step.Objective, step.Hyper]:
   """What the update minimises: its static half, and its numbers."""
   loss, bonus = config.loss, config.loss.entropy
-  hyper = loss_hyper(config)
+  hyper = settings.loss_arguments(config)
   numbers = {name: np.float32(value) for name, value in hyper.items() if not isinstance(value, str)}
   words = {name: value for name, value in hyper.items() if isinstance(value, str)}
   adaptive = bonus.target > 0
@@ -204,10 +199,11 @@ def objective_of(config: ConfigDict) -> tuple[step.Objective, step.Hyper]:
   return objective, step.Hyper(numbers, *map(np.float32, scalars))
 
 
-def update_of(config: ConfigDict, model: DecoderConfig) -> Update:
+def update_of(config: ConfigDict, model: DecoderConfig, mesh: Mesh | None = None) -> Update:
+  """The update on the config's mesh over all devices, or on one that is given."""
   o = config.optimizer
   objective, hyper = objective_of(config)
-  mesh = sharding.make_mesh(config.mesh.to_dict())
+  mesh = sharding.make_mesh(config.mesh.to_dict()) if mesh is None else mesh
   rule = optimizer.make(
     optimizer=o.name,
     learning_rate=o.learning_rate,

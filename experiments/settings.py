@@ -1,6 +1,7 @@
 """From the command line to a checked configuration."""
 
 import difflib
+import functools
 import math
 import os
 import sys
@@ -17,20 +18,13 @@ from estr_jax.model.decoder import REMAT
 from estr_jax.model.sharding import BATCH_AXES
 from estr_jax.objective.advantages import ESTIMATORS
 from estr_jax.objective.aggregation import AGGREGATIONS
-from estr_jax.objective.losses import LOSSES, SCORES, keywords
+from estr_jax.objective.losses import LOSSES, SCORES, arguments, choices, keywords, needs
 from estr_jax.objective.penalties import ANCHORS, KL_ESTIMATORS
 from estr_jax.objective.triangle import EDGES
 from estr_jax.runtime.launch import launched
 from estr_jax.tasks import TASKS
 from estr_jax.transport.security import is_loopback
 
-_WORDS = {
-  "loss.bandpo.divergence": ("kl", "tv", "chi2"),
-  "loss.trm.divergence": ("k3", "vocabulary"),
-  "loss.tis.scope": ("token", "sequence", "geometric"),
-  "loss.mis.scope": ("token", "sequence", "geometric"),
-  "loss.score_centering.weight": ("one", "tis", "mis"),
-}
 MODES = ("async", "sync", "simulated")
 
 
@@ -127,6 +121,17 @@ def flat(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
       yield f"{path}{key}", value
 
 
+def loss_arguments(c: ConfigDict) -> dict[str, Any]:
+  """The keyword arguments of the configured loss. A tau that is to be calibrated is infinite until it is."""
+  given = arguments(c.loss.name, c.loss)
+  return given if calibrated_fraction(c) is None else given | {"tau": math.inf}
+
+
+def edge_of(c: ConfigDict) -> str | None:
+  """The edge that the config chooses for its loss; None where the loss has a fixed one, or none."""
+  return c.loss.edge if "edge" in keywords(LOSSES[c.loss.name]) else None
+
+
 def calibrated_fraction(c: ConfigDict) -> float | None:
   """FRACTION of the loss's tau=calibrate:FRACTION, to be masked; None where tau is a number, or there is none."""
   return _calibrate(c.loss[c.loss.name].tau) if c.loss.name in SCORES else None
@@ -169,6 +174,23 @@ def _tau_rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     f"{given} waits for the batch of version {first}, the first as stale as planned, and steps={c.steps} ends before; "
     "take more steps",
   )
+
+
+def _loss_rules(path: str, own: ConfigDict, words: dict[str, tuple[str, ...]]) -> Iterator[tuple[bool, str]]:
+  """For the keys that a loss has of its own."""
+  for key, among in words.items():
+    yield _choice(f"{path}.{key}", own[key], among)
+  for low, high in (("low", "high"), ("ratio_low", "ratio_high")):
+    if low in own:
+      yield (
+        own[low] < own[high],
+        f"{path}.{low}={own[low]} is not below {path}.{high}={own[high]}, so no ratio lies between them",
+      )
+  for key in ("quantile", "share"):
+    if key in own:
+      yield own[key] < 1, f"{path}.{key}={own[key]} is a fraction, and must be below 1"
+  if "dual" in own:
+    yield own.dual > 1, f"{path}.dual={own.dual} must be above 1, or it would cut ratios of 1"
 
 
 def first_calibration(c: ConfigDict) -> int:
@@ -233,7 +255,7 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
       yield value > 0, f"{key}={value} must be above 0"
   not_negative = (
     "loss.entropy.coefficient loss.entropy.target loss.kl.coefficient "
-    "staleness.intra staleness.inter staleness.max warm_start.steps eval.every optimizer.warmup_steps "
+    "model.vocabulary staleness.intra staleness.inter staleness.max warm_start.steps eval.every optimizer.warmup_steps "
     "optimizer.weight_decay"
   )
   for key in not_negative.split():
@@ -242,16 +264,17 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     yield 0 <= values[key] < 1, f"{key}={values[key]} must be in 0 .. 1, 1 excluded"
   is_loopback(c.transport.address)  # raises for what is no host:port
   yield 0 <= c.seed < 2**32, f"seed={c.seed} must be in 0 .. 2^32 - 1"
-  for name in LOSSES:
-    own = c.loss[name]
-    if "low" in own:
-      low, high = own.low, own.high
-      yield low < high, f"loss.{name}.low={low} is not below loss.{name}.high={high}, so no token could be kept"
-  for key, choices in _WORDS.items():
-    yield _choice(key, values[key], choices)
-  wanted = c.loss.name == "score_centering" or (c.loss.name == "trm" and c.loss.trm.divergence == "vocabulary")
+  for name, loss in LOSSES.items():
+    yield from _loss_rules(f"loss.{name}", c.loss[name], choices(loss))
+  bonus = c.loss.entropy
   yield (
-    not wanted or c.sampling.record_vocabulary,
+    not bonus.target or bonus.coefficient <= bonus.largest,
+    f"loss.entropy.coefficient={bonus.coefficient} is above loss.entropy.largest={bonus.largest}, to which the first "
+    "update would cut it; raise the one or lower the other",
+  )
+  loss = functools.partial(LOSSES[c.loss.name], **loss_arguments(c))
+  yield (
+    c.sampling.record_vocabulary or not needs(loss, "vocabulary"),
     f"loss.name={c.loss.name} reads the whole distribution of each token; set sampling.record_vocabulary=True",
   )
   yield (

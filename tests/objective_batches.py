@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs.default import get_config
-from estr_jax.objective.losses import LOSSES, keywords
+from estr_jax.objective.losses import LOSSES, arguments, choices
 from estr_jax.objective.triangle import EDGES
 from estr_jax.structs import Batch, Scores, TokenLoss
 
@@ -18,18 +18,14 @@ CONFIG = get_config().loss
 VOCABULARY = 5
 SHAPE = (3, 6)
 
-# The strings that choose a loss's form; the first is the one that a test takes when it needs only one.
-WORDS = {"edge": EDGES, "divergence": ("kl", "tv", "chi2"), "scope": ("token", "sequence", "geometric")}
-WORDS_OF = {"trm": {"divergence": ("k3", "vocabulary")}, "score_centering": {"weight": ("tis", "mis", "one")}}
-
 POLICY_KINDS = ("policy", "certain", "far", "unsampled", "broken")
 KINDS = (*POLICY_KINDS, "tool", "padding")
 
 
 def words(name: str) -> list[dict[str, str]]:
   """Every combination of a loss's strings."""
-  choices = WORDS | WORDS_OF.get(name, {})
-  mine = {key: choices[key] for key in keywords(LOSSES[name]) if isinstance(hyper(name)[key], str)}
+  every = {"edge": EDGES} | choices(LOSSES[name])
+  mine = {key: every[key] for key, value in hyper(name).items() if isinstance(value, str)}
   return [dict(zip(mine, values)) for values in itertools.product(*mine.values())]
 
 
@@ -45,8 +41,7 @@ def label(value) -> str | None:
 
 def hyper(name: str, **changes) -> dict:
   """The hyper-parameters of a loss: the defaults of configs/default.py, with changes."""
-  own = CONFIG[name]
-  defaults = {key: own[key] if key in own else CONFIG[key] for key in keywords(LOSSES[name])}
+  defaults = arguments(name, CONFIG)
   unknown = set(changes) - set(defaults)
   assert not unknown, f"{name} has no {unknown}"
   return defaults | changes

@@ -9,7 +9,7 @@ import sys
 import pytest
 from ml_collections import ConfigDict
 
-from configs import default, quickstart
+from configs import default, quickstart, recipes
 from estr_jax.errors import UserError
 from experiments import settings
 
@@ -81,7 +81,16 @@ def test_the_command_line(tmp_path, arguments, words):
     ({"optimizer.b1": 1.0}, "optimizer.b1"),
     ({"optimizer.warmup_steps": -3}, "warmup_steps"),
     ({"transport.address": "127.0.0.1:99999"}, "host:port"),
-    ({"loss.icepop.low": 6.0}, "no token could be kept"),
+    ({"loss.icepop.low": 6.0}, "no ratio lies between"),
+    ({"loss.stable_reinforce.ratio_low": 2000.0}, "no ratio lies between"),
+    ({"loss.sat.quantile": 90.0}, "must be below 1"),
+    ({"loss.dual_clip.dual": 1.0}, "must be above 1"),
+    ({"loss.mis.scope": "seq"}, "nearest: sequence"),
+    ({"loss.name": "score_centering"}, "record_vocabulary=True"),
+    ({"loss.name": "trm", "loss.trm.divergence": "vocabulary"}, "record_vocabulary=True"),
+    ({"loss.name": "ipo", "loss.edge": "proximal"}, "no effect on loss.name=ipo"),
+    ({"loss.kl.anchor": "proximal"}, "no effect while loss.kl.coefficient=0"),
+    ({"loss.entropy.target": 0.2, "loss.entropy.coefficient": 0.1}, "loss.entropy.largest"),
     ({"model.kv_heads": 3}, "no multiple"),
   ],
 )
@@ -107,6 +116,8 @@ def test_every_config_passes_its_own_check():
   """Fails if a shipped config contradicts itself."""
   for arg in ("", "smoke"):
     settings.check(quickstart.get_config(arg))
+  for name in recipes.RECIPES:
+    settings.check(recipes.get_config(name))
   settings.check(default.get_config())
 
 

@@ -14,15 +14,18 @@ The contract. A loss is `loss(policy, batch, **hyper) -> TokenLoss`:
 * Scopes. A token's loss reads that token. A sequence's reads its own segment. A group's or a batch's reads all that
   it is given: such a loss depends on how a batch is split into microbatches, and its entry in METHODS says so.
 * Nothing is reduced here: `aggregation` weighs the policy tokens of the whole global batch, kept or not.
-* Numbers in `hyper` may be traced, so that one compiled step serves a sweep; strings and bools are static.
+* Numbers in `hyper` may be traced, so that one compiled step serves a sweep; words are static, and their choices stand
+  in the signature.
 
-To add a loss: one function, one entry in METHODS, its defaults in configs/default.py and one float64 reference in the
-tests.
+To add a loss: one function, one entry in METHODS, its defaults in configs/default.py and one float64 reference in
+tests/references.py; then `python -m experiments.method_tables`.
 """
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +37,7 @@ from estr_jax.structs import Batch, Scores, TokenLoss
 
 Loss = Callable[..., TokenLoss]  # (policy, batch, **hyper)
 
-__all__ = ["LOSSES", "METHODS", "SCORES", "Loss", "Method", "keywords", "needs"]
+__all__ = ["LOSSES", "METHODS", "SCORES", "Loss", "Method", "arguments", "choices", "keywords", "needs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +45,14 @@ class Method:
   """A loss and its place in the field."""
 
   loss: Loss
-  edge: str  # E, U, B, or E|U where the config chooses; none where no ratio is read
+  edge: str  # of its mask or weight, or of its shaper where it has no other; see below
   operator: str  # mask, weight, shaper, and what of
   scope: str  # the widest thing that one token's loss reads: token, sequence, group or batch
   source: str
 
 
-# Edges: E = pi / mu, U = pi / q, B = q / mu; "E|U" where `loss.edge` chooses between direct and proximal.
+# Edges: E = pi / mu, U = pi / q, B = q / mu. "E|U" is where `loss.edge` chooses between direct and proximal, "E or B"
+# where it does so for a mask or weight. A method of fixed edge that takes `edge` all the same clips there.
 METHODS: dict[str, Method] = {
   "estr": Method(
     entropy_scaled.estr, "E", "mask delta^2 / (H + eps) <= tau, clip", "token", "Zhao et al., arXiv 2607.22186"
@@ -103,6 +107,20 @@ LOSSES: dict[str, Loss] = {name: method.loss for name, method in METHODS.items()
 def keywords(loss: Loss) -> list[str]:
   """The names of a loss's hyper-parameters."""
   return [p.name for p in inspect.signature(loss).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+
+def arguments(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+  """The keyword arguments of a loss from the `loss` keys of a config: its own first, then those that losses share."""
+  own = keys[name]
+  return {key: own[key] if key in own else keys[key] for key in keywords(LOSSES[name])}
+
+
+def choices(loss: Loss) -> dict[str, tuple[str, ...]]:
+  """What each hyper-parameter that is a word may be, for all but `edge`."""
+  hints = typing.get_type_hints(loss)
+  return {
+    name: typing.get_args(hints[name]) for name in keywords(loss) if typing.get_origin(hints[name]) is typing.Literal
+  }
 
 
 def needs(loss: Loss, name: str) -> bool:
