@@ -64,7 +64,9 @@ def learner(config: ConfigDict, workdir: Path, name: str) -> int:
   launch.die_with_parent()
   # Unwinds like Ctrl-C: the terminal is given back, and a checkpoint that is being written is finished.
   signal.signal(signal.SIGTERM, signal.default_int_handler)
-  title = f"{config.task.name} · {config.loss.name} on the {config.loss.edge} edge · {config.mode}"
+  edge = settings.edge_of(config)
+  loss = f"{config.loss.name} on the {edge} edge" if edge else config.loss.name
+  title = f"{config.task.name} · {loss} · {config.mode}"
   with launch.only_learner(workdir), View(title, config.steps) as view:
     view.phase("starting")
     summary = train(config, workdir, view) | {"config_name": name}
@@ -227,7 +229,7 @@ def summarise(config: ConfigDict, metrics_path: Path) -> dict:
   return {
     "mode": config.mode,
     "loss": config.loss.name,
-    "edge": config.loss.edge,
+    "edge": settings.edge_of(config),
     "tau": with_tau[-1]["loss/tau"] if with_tau else None,
     "tau_calibrated_at": with_tau[0]["step"] - 1 if calibrated else None,  # the version that the update started from
     "task": config.task.name,

@@ -115,6 +115,21 @@ def test_the_whole_report_is_one_file_that_loads_nothing(page):
     assert "var(--ink)" in svg and not re.search(r"#0[1-5]0[1-5]0[1-5]", svg)
 
 
+@pytest.mark.parametrize(
+  ("name", "own", "words"),
+  [
+    ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, "gspo on the direct edge: clip_low 0.0003, clip_high 0.0004"),
+    ("ipo", {"bound": 0.3}, "ipo: bound 0.3"),
+    ("asympo", {}, "asympo: no hyper-parameters"),
+  ],
+)
+def test_the_loss_is_named_with_what_it_takes(tmp_path, name, own, words):
+  """Fails if a loss is said to be on an edge that it does not take, or with bounds that are not its own."""
+  writers.write_json(tmp_path / "config.json", {"loss": ESTR | {"name": name, name: own}})
+  (tmp_path / "metrics.jsonl").write_text("")
+  assert f"<p>{words}. It has" in report.write_report(tmp_path).read_text()
+
+
 def test_the_headline_says_what_came_out(page):
   """Fails if before and after, learner and sampler, or trained and sampled are exchanged, or a null breaks it."""
   text = html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page[page.index("<main>") : page.index("<svg")])))

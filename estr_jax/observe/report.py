@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from estr_jax.errors import UserError
+from estr_jax.objective import losses
 from estr_jax.observe import figures, writers
 from estr_jax.observe.glossary import GLOSSARY
 from estr_jax.observe.writers import Row
@@ -68,14 +69,20 @@ def _loss_in_force(rows: Sequence[Row], loss: Mapping[str, Any]) -> Mapping[str,
   return {**loss, loss["name"]: {**loss[loss["name"]], "tau": taus[-1]}} if len(taus) else loss
 
 
+def _objective(loss: Mapping[str, Any]) -> str:
+  """The loss in words, with the hyper-parameters that it takes."""
+  values = losses.arguments(loss["name"], loss)
+  edge = f" on the {values.pop('edge')} edge" if "edge" in values else ""
+  hyper = ", ".join(f"{name} {_number(value)}" for name, value in values.items())
+  return f"{loss['name']}{edge}: {hyper or 'no hyper-parameters'}"
+
+
 def _headline(rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[str, Any] | None) -> str:
   loss = config["loss"]
-  values = {**loss[loss["name"]], "clip_low": loss["clip_low"], "clip_high": loss["clip_high"]}
-  hyper = ", ".join(f"{name} {_number(value)}" for name, value in values.items())
   if summary is None:
     last = rows[-1]["step"] if rows else 0
     return (
-      f"<header><h1>Unfinished run</h1><p>{escape(loss['name'])} on the {escape(loss['edge'])} edge ({escape(hyper)}). "
+      f"<header><h1>Unfinished run</h1><p>{escape(_objective(loss))}. "
       f"It has reached step {last}; there is no summary.json yet.</p></header>"
     )
   accuracy, stale, speed = summary["accuracy"], summary["staleness"], summary["tokens_per_s"]
@@ -96,7 +103,7 @@ def _headline(rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[s
     )
     or "none: one process, no weight channel",
     "Compilations of the train step": _number(summary["compilations"]),
-    "Loss": f"{loss['name']} on the {loss['edge']} edge: {hyper}",
+    "Loss": _objective(loss),
   }
   if summary["tau_calibrated_at"] is not None:
     facts["Calibrated tau"] = f"{_number(summary['tau'])}, on the batch of version {summary['tau_calibrated_at']}"
