@@ -29,6 +29,7 @@ def get_config() -> ConfigDict:
   # A Hugging Face style folder (config.json, safetensors, tokenizer.json), or "" for a random model of the shape below
   # with the task's own alphabet.
   c.model.folder = ""
+  c.model.vocabulary = 0  # entries; 0: as many as the tokenizer has. A plan for a shape without a folder needs it
   c.model.width = 64
   c.model.layers = 2
   c.model.heads = 4
@@ -62,10 +63,11 @@ def get_config() -> ConfigDict:
   c.loss.aggregation = "token_mean"  # token_mean, sequence_mean, sequence_sum (over sampling.context)
   c.loss.entropy = ConfigDict()  # a bonus on the learner's entropy
   c.loss.entropy.coefficient = 0.0  # before the first update
-  c.loss.entropy.target = 0.0  # nats; above 0 the coefficient is adapted, and acts only below the target
+  # Nats; above 0 the coefficient is adapted, and acts only while the batch's recorded entropy is below the target.
+  c.loss.entropy.target = 0.0
   c.loss.entropy.step = 1e-4  # of the adapted coefficient in an update; this and `largest` are Skywork-OR1's
   c.loss.entropy.largest = 0.005
-  c.loss.kl = ConfigDict()  # a penalty
+  c.loss.kl = ConfigDict()  # a penalty on the KL from an anchor
   c.loss.kl.coefficient = 0.0
   c.loss.kl.estimator = "k2"  # k1, k2, k3; as a loss only k2 has the gradient of KL(pi || anchor)
   c.loss.kl.anchor = "reference"  # reference: the weights before the first update. proximal: q. direct: mu
@@ -92,7 +94,7 @@ def get_config() -> ConfigDict:
     "clip_cov": {"share": 2e-4, "low": 1.0, "high": 5.0},
     "kl_cov": {"share": 2e-4, "coefficient": 0.1},
     "icepop": {"low": 0.5, "high": 5.0},
-    "kpop": {"phi": 0.1},
+    "kpop": {"phi": 0.1},  # nats; ours, since public code runs from 0.1 to 2
     "ipo": {"bound": 0.3},  # of a probability
     "dppo_tv": {"bound": 0.15, "cap": 20.0},
     "dppo_kl": {"bound": 0.15, "cap": 20.0},  # public ports take 0.05

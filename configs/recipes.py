@@ -3,8 +3,8 @@
     python -m experiments.train --config=configs/recipes.py:dapo --workdir=DIR
 
 RECIPES says which keys each one sets; the edge stays what `loss.edge` says. `:NAME,smoke` is cut down to seconds, for
-tests. What a recipe leaves out: DAPO's dynamic sampling and overlong shaping, and every KL term that its source
-switches off. No result is claimed here for any of them.
+tests. What a recipe leaves out: its source's KL term, if it has one, and DAPO's dynamic sampling and overlong shaping.
+No result is claimed here for any of them.
 """
 
 from configs import quickstart
@@ -22,6 +22,7 @@ RECIPES = {
   "luspo": {"loss.name": "gspo", "loss.aggregation": "sequence_sum"},
   "gmpo": {"loss.name": "gmpo", "loss.aggregation": "sequence_mean"},
   "sapo": {"loss.name": "sapo", "loss.aggregation": "sequence_mean"},
+  "asympo": {"loss.name": "asympo", "loss.aggregation": "sequence_mean"},
   "vcpo": {"loss.name": "vcpo", "loss.aggregation": "sequence_mean", "optimizer.ess_step": True},
   "adaptive_entropy": _PPO | _SYMMETRIC | {"loss.entropy.target": 0.2},
   "kl_to_reference": _PPO | _SYMMETRIC | {"loss.kl.coefficient": 1e-3},

@@ -18,7 +18,8 @@ Written by `python -m experiments.method_tables`; a test fails where this file a
 in `estr_jax/objective/losses/__init__.py`.
 
 Three policies score a token: mu sampled it, q is the learner before the update, pi is being updated. The edges of the
-policy triangle are E = pi / mu ("direct"), U = pi / q ("proximal") and B = q / mu; "E|U" is where `loss.edge` chooses.
+policy triangle are E = pi / mu ("direct"), U = pi / q ("proximal") and B = q / mu; "E|U" is where `loss.edge` chooses,
+"E or B" where it does so for a mask or weight. A method of fixed edge that takes `edge` all the same clips there.
 Masks and weights are detached; shapers are differentiated. A loss of scope token or sequence does not depend on how a
 batch is split into microbatches; one of scope group or batch takes its statistics from the microbatch that it sees.
 Hyper-parameters without a default of their own take `loss.clip_low`, `loss.clip_high` and `loss.edge`.
