@@ -52,7 +52,7 @@ class Trajectory:
   finish: str  # "stop" (the policy ended it), "length" (no room left), "environment" (the environment ended it)
   turns: int  # how often the policy was given the word
   seconds: float  # from admission to a slot until the end
-  vocabulary: np.ndarray | None = None  # f32 [T, V]; log mu of the whole vocabulary, where it was asked for
+  vocabulary: np.ndarray | None = None  # f32 [T, V]; log mu of the whole vocabulary, 0 where not mask; if asked for
 
 
 @jax.tree_util.register_dataclass

@@ -104,9 +104,9 @@ def test_the_recorded_distribution_is_the_one_that_was_sampled_from(versions):
 
 def test_prompt_and_environment_tokens_carry_nothing(versions):
   """Fails if an observation is marked as sampled, or a refilled slot leaks its predecessor's record."""
-  for trajectory in run(engine(), prompts(10), lambda chunk: versions[0]):
+  for trajectory in run(engine(record_vocabulary=True), prompts(10), lambda chunk: versions[0]):
     outside = ~trajectory.mask
-    assert not any(getattr(trajectory, name)[outside].any() for name in ("logprob", "entropy", "gini"))
+    assert not any(getattr(trajectory, name)[outside].any() for name in ("logprob", "entropy", "gini", "vocabulary"))
     assert (trajectory.version[outside] == NO_VERSION).all()
     assert (trajectory.version[trajectory.mask] == 0).all()
     assert not trajectory.mask[0]

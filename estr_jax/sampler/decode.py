@@ -94,6 +94,9 @@ def feed(
 
   index = (rows_R[:, None], jnp.where(there_RC, start_R[:, None] + column_C, outside))
   fresh_rows = jnp.where(fresh_R, rows_R, slots.length.shape[0])
+  vocabulary = slots.vocabulary
+  if vocabulary is not None:
+    vocabulary = vocabulary.at[fresh_rows].set(0.0, mode="drop")
   return slots.replace(
     cache=cache,
     tokens=slots.tokens.at[index].set(tokens_RC, mode="drop"),
@@ -101,6 +104,7 @@ def feed(
     logprob=slots.logprob.at[fresh_rows].set(0.0, mode="drop"),
     entropy=slots.entropy.at[fresh_rows].set(0.0, mode="drop"),
     gini=slots.gini.at[fresh_rows].set(0.0, mode="drop"),
+    vocabulary=vocabulary,
     version=slots.version.at[fresh_rows].set(NO_VERSION, mode="drop"),
     length=slots.length.at[rows_R].set(start_R + count_R, mode="drop"),
     sampled=slots.sampled.at[fresh_rows].set(0, mode="drop"),
