@@ -7,7 +7,7 @@ import jax
 import pytest
 import tokenizers
 
-from configs import default, quickstart, smollm2_sums
+from configs import default, quickstart, recipes, smollm2_sums
 from estr_jax.model import decoder, hf
 from estr_jax.observe.terminal import View
 from estr_jax.observe.writers import read
@@ -68,6 +68,14 @@ def test_quickstart_smoke(cache, tmp_path):
   assert [row["step"] for row in rows] == [0, 1, 2]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_recipes_smoke(cache, tmp_path, name):
+  """Fails if a recipe names a loss, a penalty or a record that does not reach the step."""
+  rows = train(recipes.get_config(f"{name},smoke"), cache, tmp_path)
+  assert [row["step"] for row in rows] == [0, 1, 2]
+
+
 def test_smollm2_sums_smoke(cache, chat_folder, tmp_path):
   """Fails if a Hugging Face folder cannot be trained by the program that trains the quickstart."""
   c = smollm2_sums.get_config("smoke")
@@ -86,7 +94,7 @@ def test_default_one_step(cache, tmp_path):
   assert [row["step"] for row in train(c, cache, tmp_path)] == [0, 1]
 
 
-@pytest.mark.parametrize("config", [quickstart, smollm2_sums])
+@pytest.mark.parametrize("config", [quickstart, recipes, smollm2_sums])
 def test_an_unknown_argument_is_refused(config):
   """Fails if a misspelt :smoke trains the whole thing."""
   with pytest.raises(ValueError, match="unknown"):
