@@ -18,7 +18,7 @@ from estr_jax.model.decoder import REMAT
 from estr_jax.model.sharding import BATCH_AXES
 from estr_jax.objective.advantages import ESTIMATORS
 from estr_jax.objective.aggregation import AGGREGATIONS
-from estr_jax.objective.losses import LOSSES, SCORES, arguments, choices, keywords, needs
+from estr_jax.objective.losses import LOSSES, METHODS, SCORES, arguments, choices, keywords, needs
 from estr_jax.objective.penalties import ANCHORS, KL_ESTIMATORS
 from estr_jax.objective.triangle import EDGES
 from estr_jax.runtime.launch import launched
@@ -204,11 +204,16 @@ def _idle_keys(c: ConfigDict) -> Iterator[tuple[bool, str, list[str]]]:
   shape = [f"model.{key}" for key in c.model if key not in ("folder", "dtype", "remat")]
   yield bool(c.model.folder), "where model.folder gives the shape", shape
   yield c.optimizer.name == "sgd", "under sgd", ["optimizer.b2", "optimizer.eps"]
+  clips = ["loss.clip_low", "loss.clip_high"]
   taken, own = keywords(LOSSES[c.loss.name]), c.loss[c.loss.name]
   shared = [f"loss.{key}" for key in ("edge", "clip_low", "clip_high") if key not in taken or key in own]
   yield True, f"on loss.name={c.loss.name}", shared
   others = [f"loss.{name}.{key}" for name in LOSSES if name != c.loss.name for key in c.loss[name]]
   yield True, f"while loss.name={c.loss.name}", others
+  yield c.loss.name == "vcpo", "on loss.name=vcpo, which has a baseline of its own", ["advantage.name", "advantage.eps"]
+  yield c.advantage.name in ("dr_grpo", "rloo"), f"on advantage.name={c.advantage.name}", ["advantage.eps"]
+  weighed = c.loss.name == "tis" or (c.loss.name == "mis" and own.scope != "geometric")
+  yield weighed and c.loss.edge == "direct", "on the direct edge, where a weight stands in for the clip", clips
   yield not c.loss.kl.coefficient, "while loss.kl.coefficient=0", ["loss.kl.estimator", "loss.kl.anchor"]
   yield not c.loss.entropy.target, "while loss.entropy.target=0", ["loss.entropy.step", "loss.entropy.largest"]
 
@@ -312,6 +317,15 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     rows % shards == 0,
     f"batch.groups x batch.group_size = {rows} rows do not divide by batch.microbatches x mesh.data x mesh.fsdp x "
     f"mesh.expert = {shards}; change one of them",
+  )
+  yield (
+    METHODS[c.loss.name].scope != "group" or c.batch.microbatches == 1,
+    f"loss.name={c.loss.name} compares the samples of a prompt, which batch.microbatches={c.batch.microbatches} tears "
+    "apart; set it to 1",
+  )
+  yield (
+    not c.loss.kl.coefficient or c.loss.kl.anchor != "proximal",
+    "loss.kl.anchor=proximal is always 0, since a batch is used for one update; take reference or direct",
   )
   yield (
     c.batch.group_size > 1,

@@ -129,8 +129,11 @@ MUTANTS = {
     "entropy_scaled", "fixed_width", "jnp.abs(_delta(policy, batch)), width", "jnp.square(_delta(policy, batch)), width"
   ),
   # Sequences.
-  "token counted twice in its sequence": Mutant(
-    "scopes.py", "before_BT + after_BT - value_BT", "before_BT + after_BT", "tests/test_objective_scopes.py"
+  "a sequence's sum up to the token": Mutant(
+    "scopes.py",
+    "return _last(_scan(jnp.add, value_BT, segment_BT), segment_BT)",
+    "return _scan(jnp.add, value_BT, segment_BT)",
+    "tests/test_objective_scopes.py",
   ),
   "sequences of a row run together": Mutant(
     "scopes.py", "segment_BT[:, 1:] != segment_BT[:, :-1]", "segment_BT[:, 1:] > 99", "tests/test_objective_scopes.py"

@@ -11,14 +11,16 @@ import jax.numpy as jnp
 
 
 def sequence_sum(value_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
-  """[B, T]: at each token the sum over the tokens of its segment; differentiable."""
-  before_BT, after_BT = _scan(jnp.add, value_BT, segment_BT)
-  return before_BT + after_BT - value_BT
+  """[B, T]: at each token the sum over the tokens of its segment; differentiable.
+
+  One and the same number at all of them, so that a threshold never splits a sequence.
+  """
+  return _last(_scan(jnp.add, value_BT, segment_BT), segment_BT)
 
 
 def sequence_max(value_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
   """[B, T]: at each token the largest value of its segment."""
-  return jnp.maximum(*_scan(jnp.maximum, value_BT, segment_BT))
+  return _last(_scan(jnp.maximum, value_BT, segment_BT), segment_BT)
 
 
 def sequence_mean(value_BT: jax.Array, where_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
@@ -34,7 +36,7 @@ def sequence_tokens(where_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
 
 def first_of_sequence(where_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
   """bool [B, T]: the first token of each segment that is `where_BT`; a sum over them counts each sequence once."""
-  count_BT, _ = _scan(jnp.add, where_BT.astype(jnp.float32), segment_BT)
+  count_BT = _scan(jnp.add, where_BT.astype(jnp.float32), segment_BT)
   return where_BT & (count_BT == 1)
 
 
@@ -45,20 +47,18 @@ def group_sum(value_BT: jax.Array, group_BT: jax.Array) -> jax.Array:
   return total_N[group_N].reshape(value_BT.shape)
 
 
-def _scan(operation: Callable, value_BT: jax.Array, segment_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """(up to each token, from each token on), itself included, within its segment."""
-  border = jnp.ones_like(segment_BT[:, :1], bool)
-  changes_BT = segment_BT[:, 1:] != segment_BT[:, :-1]
+def _last(value_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
+  """At each token the value of its segment's last one."""
+  return _scan(lambda carried, _: carried, value_BT[:, ::-1], segment_BT[:, ::-1])[:, ::-1]
+
+
+def _scan(operation: Callable, value_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
+  """Inclusive scan along each row that begins anew at every segment."""
+  starts_BT = jnp.pad(segment_BT[:, 1:] != segment_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
   def combine(earlier, later):
     value, started = earlier
     new, starts = later
     return jnp.where(starts, new, operation(value, new)), started | starts
 
-  # Both directions in one scan, which is what costs compile time: the second half of the rows is turned round.
-  value = jnp.concatenate([value_BT, value_BT[:, ::-1]])
-  starts = jnp.concatenate(
-    [jnp.concatenate([border, changes_BT], 1), jnp.concatenate([border, changes_BT[:, ::-1]], 1)]
-  )
-  up, down = jnp.split(jax.lax.associative_scan(combine, (value, starts), axis=1)[0], 2)
-  return up, down[:, ::-1]
+  return jax.lax.associative_scan(combine, (value_BT, starts_BT), axis=1)[0]
