@@ -11,6 +11,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # The order in which data flows.
 ROOMS = [
   "errors", "structs", "objective", "model", "tasks", "sampler", "transport", "learner", "lab", "observe", "runtime",
+  "planning",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,8 +40,8 @@ RULES = (
 )
 
 
-def make_mesh(shape: dict[str, int]) -> Mesh:
-  """A mesh over all devices; `shape` maps every name of AXES to its size.
+def make_mesh(shape: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """A mesh over all devices, or over those given; `shape` maps every name of AXES to its size.
 
   Raises:
     UserError: a size is missing, or they do not multiply to the number of devices.
@@ -49,11 +50,11 @@ def make_mesh(shape: dict[str, int]) -> Mesh:
     if axis not in shape:
       raise UserError(f"mesh {dict(shape)} has no size for {axis}: set mesh.{axis}, 1 where it is not used")
   sizes = tuple(shape[axis] for axis in AXES)
-  devices, product = jax.device_count(), math.prod(sizes)
-  if product != devices:
+  count, product = jax.device_count() if devices is None else len(devices), math.prod(sizes)
+  if product != count:
     keys = ", ".join(f"mesh.{axis}" for axis in AXES)
-    raise UserError(f"mesh {dict(shape)} needs {product} devices and {devices} are here; the product of {keys} decides")
-  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    raise UserError(f"mesh {dict(shape)} needs {product} devices and {count} are here; the product of {keys} decides")
+  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
 def batch_shards(mesh: Mesh) -> int:

@@ -1,0 +1,87 @@
+"""The arguments of the product's programs without their arrays, placed on a mesh: enough to compile, not to run."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from estr_jax.model import decoder
+from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.sharding import BATCH_AXES, BATCH_SPEC, shardings
+from estr_jax.sampler import decode
+from estr_jax.structs import Batch, Params
+
+STOP_IDS = 8  # tokens that end a turn; their number hardly matters
+
+
+def abstract_batch(
+  rows: int, length: int, mesh: Mesh, *, anchors: frozenset[str] = frozenset(), vocabulary: int | None = None
+) -> Batch:
+  """A batch [rows, length] placed on a mesh, without its arrays.
+
+  Args:
+    anchors: which of "proximal" and "reference" are there.
+    vocabulary: its size, where the whole distribution is recorded.
+  """
+  place, grid = NamedSharding(mesh, BATCH_SPEC), (rows, length)
+
+  def of(dtype: str, *more: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*grid, *more), dtype, sharding=place)
+
+  return Batch(
+    tokens=of("int32"),
+    mask=of("bool"),
+    logprob=of("float32"),
+    entropy=of("float32"),
+    gini=of("float32"),
+    staleness=of("int32"),
+    segment=of("int32"),
+    group=of("int32"),
+    reward=of("float32"),
+    advantage=of("float32"),
+    proximal=of("float32") if "proximal" in anchors else None,
+    reference=of("float32") if "reference" in anchors else None,
+    vocabulary=of("float32", vocabulary) if vocabulary else None,
+  )
+
+
+def abstract_weights(model: DecoderConfig, mesh: Mesh, dtype: str) -> Params:
+  """The sampler's weights: those of the learner in another dtype, by the same sharding rules."""
+  params = decoder.abstract_params(model)
+  return jax.tree.map(
+    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place), params, shardings(params, mesh)
+  )
+
+
+def abstract_slots(model: DecoderConfig, slots: int, context: int, mesh: Mesh) -> decode.Slots:
+  """Slots over BATCH_AXES, the heads of the cache over tensor."""
+  state = jax.eval_shape(lambda: decode.empty(model, slots, context, record_vocabulary=False))
+  heads, rows = NamedSharding(mesh, P(None, BATCH_AXES, None, "tensor", None)), NamedSharding(mesh, P(BATCH_AXES))
+
+  def put(place):
+    return lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+  return jax.tree.map(put(rows), state.replace(cache=None)).replace(cache=jax.tree.map(put(heads), state.cache))
+
+
+def trace_decode(
+  model: DecoderConfig, weights: Params, slots: decode.Slots, mesh: Mesh, *, temperature: float, steps: int
+) -> jax.stages.Traced:
+  """The sampler's decode loop; weights and slots say where they lie."""
+  everywhere = NamedSharding(mesh, P())
+
+  def scalar(dtype, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  return decode.decode.trace(
+    model,
+    weights,
+    scalar(jnp.int32),
+    slots,
+    scalar(key.dtype),
+    scalar(jnp.int32, STOP_IDS),
+    scalar(jnp.int32),
+    temperature=temperature,
+    steps=steps,
+  )

@@ -1,0 +1,171 @@
+"""What a plan counts: operations of a jaxpr, and bytes of a compiled program with its loops multiplied out."""
+
+import ast
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from estr_jax.model.attention import attend_sequences
+from estr_jax.planning import flops, hlo
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+  """Fails if a scanned layer counts once, as XLA's own cost analysis has it, or a multiply-add as one operation."""
+
+  def scanned(x, w):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+  x, w = jnp.zeros((3, 5)), jnp.zeros((7, 5, 5))
+  assert flops.count(jax.make_jaxpr(scanned)(x, w)) == 7 * 2 * 3 * 5 * 5
+
+
+def test_recomputation_counts():
+  """Fails if the backward pass of a rematerialised layer counts as one that kept everything."""
+
+  def loss(x, w, wrap):
+    return jnp.sum(wrap(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w))(x))
+
+  x, w, one = jnp.zeros((3, 5)), jnp.zeros((5, 5)), 2 * 3 * 5 * 5
+  for wrap, products in ((lambda f: f, 6), (jax.checkpoint, 8)):
+    counted = flops.count(jax.make_jaxpr(jax.grad(lambda x, w: loss(x, w, wrap), argnums=(0, 1)))(x, w))  # noqa: B023
+    assert (products - 1) * one <= counted <= products * one
+
+
+@pytest.mark.parametrize(("platform", "length", "share"), [("tpu", 4096, 5 / 8), ("tpu", 1024, 1), ("cpu", 1024, 1)])
+def test_attention_counts_the_blocks_below_the_diagonal(platform, length, share):
+  """Fails if the branch of another platform counts, or the kernel as if it looked at later tokens too."""
+  q, k = (jax.ShapeDtypeStruct((2, length, heads, 64), jnp.bfloat16) for heads in (4, 2))
+  segment = jax.ShapeDtypeStruct((2, length), jnp.int32)
+  jaxpr = jax.make_jaxpr(attend_sequences)(q, k, k, segment)
+  assert flops.count(jaxpr, platform) == 2 * 2 * (2 * 4) * length**2 * 64 * share
+
+
+MESH = {"data": 2, "fsdp": 4, "tensor": 1, "expert": 1}
+
+
+@pytest.mark.parametrize(
+  ("attributes", "groups"),
+  [
+    ("replica_groups={{0,1},{2,3}}, x", [[0, 1], [2, 3]]),
+    ("replica_groups=[2,4]<=[8], x", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ("replica_groups=[4,2]<=[2,4]T(1,0), x", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ("replica_groups=mesh['a'=2,'b'=4] {'b'}, x", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ("replica_groups=mesh['a'=2,'b'=4] {'a'}, x", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ("replica_groups=mesh['a'=8] {'a':(2)2}, x", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}, x", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ("source_target_pairs={{0,1},{1,0}}, x", [[0, 1], [1, 0]]),
+    ("to_apply=%add", []),
+  ],
+)
+def test_groups_of_devices_are_read_in_every_spelling(attributes, groups):
+  """Fails if a spelling of replica_groups is misread, and communication is put on the wrong axis."""
+  assert hlo.device_groups(attributes) == groups
+
+
+def test_axes_are_those_along_which_a_group_differs():
+  """Fails if the order of the mesh's axes is turned round."""
+  assert hlo.axes_of([0, 1, 2, 3], MESH) == ("fsdp",)
+  assert hlo.axes_of([1, 5], MESH) == ("data",)
+  assert hlo.axes_of(range(8), MESH) == ("data", "fsdp")
+
+
+def test_sizes_know_dtypes_and_memories():
+  """Fails if a tuple's element, a narrow dtype or a layout is misread, or VMEM counts as HBM."""
+  assert hlo.size("f32[3,4]{1,0:T(8,128)}") == 48
+  assert hlo.size("(bf16[8]{0}, s4[8]{0}, pred[], /*index=3*/f8e4m3fn[2])") == 16 + 4 + 1 + 2
+  assert hlo.size("(f32[8]{0:T(128)S(1)}, f32[2]{0})", hbm_only=True) == 8
+
+
+HAND = """HloModule hand
+
+%body (state: (s32[], f32[100,64])) -> (s32[], f32[100,64]) {
+  %state = (s32[], f32[100,64]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[100,64]{1,0} get-tuple-element(%state), index=1
+  %two = s32[] constant(2)
+  %next = s32[] add(%i, %two)
+  %double = f32[100,64]{1,0} add(%x, %x), metadata={op_name="a
+}}
+b"}
+  ROOT %out = (s32[], f32[100,64]{1,0}) tuple(%next, %double)
+}
+
+%condition (state.1: (s32[], f32[100,64])) -> pred[] {
+  %state.1 = (s32[], f32[100,64]{1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %ten = s32[] constant(10)
+  ROOT %less = pred[] compare(%i.1, %ten), direction=LT
+}
+
+%taking (whole: f32[100,64], at: s32[]) -> f32[1,64] {
+  %whole = f32[100,64]{1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %zero.1 = s32[] constant(0)
+  ROOT %row = f32[1,64]{1,0} dynamic-slice(%whole, %at, %zero.1), dynamic_slice_sizes={1,64}
+}
+
+ENTRY %main (x.1: f32[100,64]) -> f32[1,64] {
+  %x.1 = f32[100,64]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[100,64]{1,0}) tuple(%zero, %x.1)
+  %loop = (s32[], f32[100,64]{1,0}) while(%start), condition=%condition, body=%body
+  %y = f32[100,64]{1,0} get-tuple-element(%loop), index=1
+  ROOT %taken = f32[1,64]{1,0} fusion(%y, %zero), kind=kLoop, calls=%taking
+}
+"""
+
+
+def test_bytes_by_hand():
+  """Fails if a loop's step is ignored, a sliced operand counts in full, or what only names values counts."""
+  assert list(hlo.loops(HAND)) == [("loop", 5)]
+  counter = 3 * 4  # the add of two numbers
+  each = 2 * 25_600 + 25_600 + counter  # of the loop's body
+  assert hlo.traffic(HAND, {"data": 1}).hbm_bytes == 5 * each + (256 + 4 + 256)
+
+
+def test_a_loop_of_unknown_length_counts_once_and_is_told():
+  """Fails if a loop that stops by data is taken for one that never runs, or passes in silence."""
+  moved = hlo.traffic(HAND.replace("direction=LT", "direction=NE"), {"data": 1})
+  assert moved.unknown_loops == 1
+  assert 0 < moved.hbm_bytes < hlo.traffic(HAND, {"data": 1}).hbm_bytes
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from estr_jax.model.sharding import make_mesh
+from estr_jax.planning import hlo
+
+mesh = make_mesh({"data": 2, "fsdp": 4, "tensor": 1, "expert": 1})
+put = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+def step(x, w):  # the weights of every layer are gathered along fsdp, once a layer
+  def layer(x, w):
+    w = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
+    return jnp.tanh(x @ w), None
+  return jax.lax.scan(layer, x, w)[0]
+
+compiled = jax.jit(step).lower(put(P("data"), 8, 64), put(P(None, "fsdp"), 6, 64, 64)).compile()
+moved = hlo.traffic(compiled.as_text(), dict(mesh.shape))
+assert not moved.unknown_loops
+print({(c.kind, c.axes): c.bytes for c in moved.collectives})
+"""
+
+
+def test_a_compiled_program_gathers_what_its_sharding_says():
+  """Fails if the text of a real compiler is not understood: six layers of 64 x 64, of which three quarters come in."""
+  environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+  done = subprocess.run(
+    [sys.executable, "-c", textwrap.dedent(PROGRAM)],
+    cwd=Path(__file__).parent.parent,
+    env=environment,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert ast.literal_eval(done.stdout) == {("all-gather", ("fsdp",)): 6 * 64 * 64 * 4 * 3 / 4}
