@@ -4,20 +4,28 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 # Products of [queries, keys] size that each of splash attention's kernels computes for a block: q k and p v; then,
 # going back, p anew, dp and dq in one kernel, and p anew, dv, dp and dk in the other.
 _SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}
 
 
-def count(jaxpr: core.ClosedJaxpr | core.Jaxpr, platform: str = "tpu") -> float:
+def count(jaxpr: core.ClosedJaxpr, platform: str = "tpu") -> float:
   """Operations of all matrix products of all devices together; a multiply-add counts as two.
 
   Loops count as often as they run, and a loop of unknown length once. What differs by platform counts as `platform`
-  has it. A Pallas kernel counts by its own cost estimate, or by `splash` for splash attention; another one without an
-  estimate is an error, since it would be left out silently.
+  has it, and what no result needs does not count, as in what is recomputed of a layer whose attention was kept. A
+  Pallas kernel counts by its own cost estimate, or by `splash` for splash attention; another one without an estimate is
+  an error, since it would be left out silently.
   """
+  needed, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+  return _sum(needed, platform)
+
+
+def _sum(jaxpr: core.ClosedJaxpr | core.Jaxpr, platform: str) -> float:
   return sum(_of_equation(equation, platform) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
@@ -33,20 +41,20 @@ def _of_equation(equation: Any, platform: str) -> float:
     out, kernel = equation.outvars[0].aval.shape, shapes[1]
     return 2 * math.prod(out) * math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
   if name == "pallas_call":
-    return _kernel(params, shapes)
+    return _kernel(params, [var.aval for var in equation.invars])
   if name == "scan":
-    return params["length"] * count(params["jaxpr"], platform)
+    return params["length"] * _sum(params["jaxpr"], platform)
   if name == "while":
-    return count(params["body_jaxpr"], platform)
+    return _sum(params["body_jaxpr"], platform)
   if name == "cond":
     branches, platforms = params["branches"], params.get("branches_platforms")
     if platforms is not None:
       chosen = next(i for i, names in enumerate(platforms) if names is None or platform in names)
-      return count(branches[chosen], platform)
-    return max(count(branch, platform) for branch in branches)
+      return _sum(branches[chosen], platform)
+    return max(_sum(branch, platform) for branch in branches)
   if name == "shard_map":  # its jaxpr is that of one device
-    return params["mesh"].size * count(params["jaxpr"], platform)
-  return sum(count(inner, platform) for inner in _inner(params))
+    return params["mesh"].size * _sum(params["jaxpr"], platform)
+  return sum(_sum(inner, platform) for inner in _inner(params))
 
 
 def _inner(params: dict[str, Any]) -> list[Any]:
@@ -60,19 +68,15 @@ def _dot(dimensions: Any, left: Sequence[int], right: Sequence[int]) -> float:
   return 2 * math.prod(left) * math.prod(free)
 
 
-def _kernel(params: dict[str, Any], shapes: Sequence[Sequence[int]]) -> float:
-  name = str(params.get("name") or params["name_and_src_info"])
+def _kernel(params: dict[str, Any], operands: Sequence[Any]) -> float:
+  name = str(params["name"])
   if "splash_m" in name:
     phase = next(phase for phase in _SPLASH if f"_{phase}_" in name)
-    return splash(phase, max((shape for shape in shapes if len(shape) >= 3), key=math.prod), _block(params))
+    queries = next(operand.shape for operand in operands if jnp.issubdtype(operand.dtype, jnp.floating))
+    return splash(phase, queries, params["grid_mapping"].grid[-1])  # the grid ends in blocks along T
   if params.get("cost_estimate") is None:
     raise NotImplementedError(f"the Pallas kernel {name} has no cost estimate; give planning/flops.py a formula")
   return float(params["cost_estimate"].flops)
-
-
-def _block(params: dict[str, Any]) -> int:
-  """Queries of a block of splash attention, whose grid is (..., heads, blocks, blocks)."""
-  return params["grid_mapping"].grid[-1]
 
 
 def splash(phase: str, queries: Sequence[int], blocks: int) -> float:

@@ -21,6 +21,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragg
 _FREE = {"parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "after-all"}
 _FREE |= {"while", "conditional", "call", "partition-id", "replica-id"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # of operand 0, in place, by the operand of this number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +174,8 @@ class _Walk:
     types = [here.instructions[operand].type for operand in one.operands if operand in here.instructions]
     if one.opcode in _SLICES:
       return size(types[0], hbm_only=True) and 2 * size(one.type)
-    if one.opcode == "dynamic-update-slice":
-      return size(types[0], hbm_only=True) and 2 * size(types[1])
+    if one.opcode in _UPDATES:
+      return size(types[0], hbm_only=True) and 2 * size(types[_UPDATES[one.opcode]])
     if one.opcode in ("copy-start", "slice-start"):  # their result names source and destination
       return sum(size(match[0], hbm_only=True) for match in _first_two(one.type))
     result = 0.0 if one.opcode.endswith("-start") else size(one.type, hbm_only=True)
@@ -185,7 +186,7 @@ class _Walk:
     whole, users = size(type_text, hbm_only=True), inner.users[parameter]
     if not whole:
       return 0.0
-    if users and all(user.opcode == "dynamic-update-slice" and user.operands[0] == parameter for user in users):
+    if users and all(user.opcode in _UPDATES and user.operands[0] == parameter for user in users):
       return 0.0  # updated in place
     taken = 0.0
     for user in users:
@@ -217,8 +218,8 @@ class _Walk:
     one = inner.instructions[name]
     while one.opcode in ("bitcast", "convert", "copy") and one.operands[0] in inner.instructions:
       one = inner.instructions[one.operands[0]]
-    if whole and one.opcode == "dynamic-update-slice":
-      return size(inner.instructions[one.operands[1]].type)
+    if whole and one.opcode in _UPDATES:
+      return size(inner.instructions[one.operands[_UPDATES[one.opcode]]].type)
     return whole
 
   def _communicate(self, here: Computation, one: Instruction, kind: str, times: float) -> None:
