@@ -14,7 +14,7 @@ def main() -> int:
     print(write_report(parser.parse_args().workdir))
   except UserError as error:
     print(f"error: {error}", file=sys.stderr)
-    return 1
+    return 2
   return 0
 
 

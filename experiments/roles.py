@@ -75,6 +75,8 @@ def learner(config: ConfigDict, workdir: Path, name: str) -> int:
     report = write_report(workdir)
   changes = [f"{kind} {a['before']:.3f} -> {a['after']:.3f}" for kind, a in summary["accuracy"].items()]
   print(f"held-out accuracy on {summary['prompts']} prompts: {', '.join(changes)}")
+  if settings.calibrated_fraction(config) is not None and summary["tau"] is None:
+    print(f"loss.{config.loss.name}.tau was never found, so nothing was masked: no batch was stale enough")
   print(f"report: {report}")
   return 0
 

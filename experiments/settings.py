@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
@@ -223,6 +224,31 @@ def _choice(name: str, value: Any, choices: Sequence[str]) -> tuple[bool, str]:
   return value in choices, f"{name}={value!r} is unknown: it is one of {', '.join(choices)} (nearest: {near})"
 
 
+# Bounds, for which inf says "none".
+_BOUNDS = {
+  "tau",
+  "width",
+  "phi",
+  "bound",
+  "cap",
+  "dual",
+  "high",
+  "band",
+  "clip_low",
+  "clip_high",
+  "clip_norm",
+  "radius",
+}
+
+
+def _in_float32(key: str, value: float) -> bool:
+  """Whether the number survives its way to the device: no NaN, no overflow, nothing that is rounded to 0."""
+  if value == math.inf:
+    return key.split(".")[-1] in _BOUNDS
+  limits = np.finfo(np.float32)
+  return value == 0 or float(limits.tiny) <= abs(value) <= float(limits.max)
+
+
 def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
   """(holds, what to say where it does not)."""
   from configs.default import get_config
@@ -253,6 +279,9 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
   )
   values = dict(flat(c.to_dict()))
   yield from _tau_rules(c)
+  for key, value in values.items():
+    if not isinstance(value, str):
+      yield _in_float32(key, value), f"{key}={value} must be a finite number that float32 holds"
   for key in positive.split():
     yield values[key] > 0, f"{key}={values[key]} must be above 0"
   for key, value in values.items():

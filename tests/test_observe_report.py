@@ -178,7 +178,7 @@ def test_missing_files_are_named(tmp_path):
 def test_the_program_prints_one_line_for_a_wrong_folder(tmp_path, monkeypatch, capsys):
   """Fails if the program shows a traceback or exits with 0."""
   monkeypatch.setattr("sys.argv", ["report", f"--workdir={tmp_path / 'none'}"])
-  assert program.main() == 1
+  assert program.main() == 2
   out, error = capsys.readouterr()
   assert out == "" and error.startswith("error: ") and len(error.splitlines()) == 1
 

@@ -27,9 +27,9 @@ _ROUNDING = 1e-8
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-  """How tau is found: as the quantile of S, on the first batch that is as stale as the run means its batches to be.
+  """How tau is found: as the quantile of S, on the first batch that is stale enough.
 
-  Until then tau is infinite.
+  Until then tau is infinite. Later batches may be staler, and more of them masked.
   """
 
   score_step: step.ScoreStep  # S, f32 [B, T]

@@ -96,13 +96,16 @@ def estr_one_sided(
 def estr_soft(
   policy: Scores, batch: Batch, *, edge: str, tau: float, eps: float, clip_low: float, clip_high: float
 ) -> TokenLoss:
-  """ESTR with the weight exp(-S / (2 tau)), detached, in place of the mask: nothing is dropped. An ablation of ours.
+  """ESTR with the weight exp(-S / (2 tau)), detached, in place of the mask. An ablation of ours.
 
-  A Gaussian in z = delta / sqrt(H + eps) of standard deviation sqrt(tau).
+  Nothing is dropped but what has no S. A Gaussian in z = delta / sqrt(H + eps) of standard deviation sqrt(tau).
   """
   score_BT = score(policy, batch, eps=eps)
-  weight_BT = jnp.exp(-jnp.where(jnp.isfinite(score_BT), score_BT, 0.0) / (2 * tau))
-  return composition.clipped(policy, batch, edge=edge, weight_BT=weight_BT, clip_low=clip_low, clip_high=clip_high)
+  there_BT = jnp.isfinite(score_BT)
+  weight_BT = jnp.exp(-jnp.where(there_BT, score_BT, 0.0) / (2 * tau))
+  return composition.clipped(
+    policy, batch, edge=edge, keep_BT=there_BT, weight_BT=weight_BT, clip_low=clip_low, clip_high=clip_high
+  )
 
 
 def fixed_width(
