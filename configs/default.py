@@ -13,6 +13,11 @@ def _number_or_word(value: float) -> FieldReference:
   return FieldReference(value, field_type=object)
 
 
+def _mesh() -> ConfigDict:
+  """Devices along each axis of estr_jax.model.sharding."""
+  return ConfigDict({"data": 1, "fsdp": 1, "tensor": 1, "expert": 1})
+
+
 def get_config() -> ConfigDict:
   c = ConfigDict()
   c.seed = 0
@@ -147,6 +152,8 @@ def get_config() -> ConfigDict:
   # log mu of the whole vocabulary travels with every token: for vocabularies of up to 1,024, and what asks for it.
   c.sampling.record_vocabulary = False
   c.sampling.rebuild_cache = False  # recompute the keys of unfinished sequences when new weights arrive
+  # Of a sampler of mode async, over its own devices; who samples in the learner's process does it on the learner's mesh.
+  c.sampling.mesh = _mesh()
 
   c.staleness = ConfigDict()
   c.staleness.intra = 0  # simulated: versions crossed inside one trajectory
@@ -167,11 +174,12 @@ def get_config() -> ConfigDict:
   c.transport.tls_key = ""  # learner only
   c.transport.token_file = ""
 
-  c.mesh = ConfigDict()  # the product is the number of devices
-  c.mesh.data = 1
-  c.mesh.fsdp = 1
-  c.mesh.tensor = 1
-  c.mesh.expert = 1
+  c.mesh = _mesh()  # of the learner; the product is the number of its devices
+
+  c.slices = ConfigDict()  # TPU slices, such as v5p:4x4x4; what experiments.plan and experiments.launch read
+  c.slices.learner = ""
+  c.slices.sampler = ""  # of one group of sampler hosts
+  c.slices.samplers = 1  # such groups
 
   c.learner = ConfigDict()
   c.learner.score_chunk = 2048  # entries of the vocabulary whose logits live at once; a multiple of 128 on a TPU

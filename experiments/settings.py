@@ -204,6 +204,8 @@ def _idle_keys(c: ConfigDict) -> Iterator[tuple[bool, str, list[str]]]:
   """(whether some keys do nothing, why, which)."""
   shape = [f"model.{key}" for key in c.model if key not in ("folder", "dtype", "remat")]
   yield bool(c.model.folder), "where model.folder gives the shape", shape
+  meshes = [f"sampling.mesh.{axis}" for axis in c.sampling.mesh]
+  yield c.mode != "async", f"in mode={c.mode}, where the learner samples on its own mesh", meshes
   yield c.optimizer.name == "sgd", "under sgd", ["optimizer.b2", "optimizer.eps"]
   clips = ["loss.clip_low", "loss.clip_high"]
   taken, own = keywords(LOSSES[c.loss.name]), c.loss[c.loss.name]
@@ -272,7 +274,8 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     "steps batch.groups batch.group_size batch.microbatches sampling.slots sampling.context sampling.chunk "
     "sampling.temperature staleness.segment_tokens queue.lease_timeout_s queue.deadline_s learner.score_chunk "
     "checkpoint.every eval.prompts eval.every_prompts eval.slots optimizer.learning_rate optimizer.clip_norm "
-    "mesh.data mesh.fsdp mesh.tensor mesh.expert model.width model.layers model.heads model.kv_heads model.head_dim "
+    "mesh.data mesh.fsdp mesh.tensor mesh.expert sampling.mesh.data sampling.mesh.fsdp sampling.mesh.tensor "
+    "sampling.mesh.expert slices.samplers model.width model.layers model.heads model.kv_heads model.head_dim "
     "model.mlp_width model.rope_theta model.norm_eps advantage.eps optimizer.eps warm_start.batch "
     "warm_start.demonstrations warm_start.learning_rate loss.clip_low loss.clip_high loss.entropy.step "
     "loss.entropy.largest"
@@ -340,13 +343,14 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     f"staleness.intra={c.staleness.intra} and staleness.inter={c.staleness.inter} are set exactly in mode=simulated "
     f"only, and mode is {c.mode}; choose that mode, or bound it with staleness.max in mode=async",
   )
-  rows = c.batch.groups * c.batch.group_size
-  shards = c.batch.microbatches * math.prod(c.mesh[axis] for axis in BATCH_AXES)
-  yield (
-    rows % shards == 0,
-    f"batch.groups x batch.group_size = {rows} rows do not divide by batch.microbatches x mesh.data x mesh.fsdp x "
-    f"mesh.expert = {shards}; change one of them",
-  )
+  for what, rows, mesh, more in (
+    ("batch.groups x batch.group_size", c.batch.groups * c.batch.group_size, "mesh", ["batch.microbatches"]),
+    ("sampling.slots", c.sampling.slots, "sampling.mesh" if c.mode == "async" else "mesh", []),
+    ("eval.slots", c.eval.slots, "mesh", []),
+  ):
+    keys = [*more, *(f"{mesh}.{axis}" for axis in BATCH_AXES)]
+    parts = math.prod(values[key] for key in keys)
+    yield rows % parts == 0, f"{what} = {rows} does not divide by {' x '.join(keys)} = {parts}; change one of them"
   yield (
     METHODS[c.loss.name].scope != "group" or c.batch.microbatches == 1,
     f"loss.name={c.loss.name} compares the samples of a prompt, which batch.microbatches={c.batch.microbatches} tears "

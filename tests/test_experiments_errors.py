@@ -65,7 +65,7 @@ def test_the_command_line(tmp_path, arguments, words):
     ({"mode": "sync", "staleness.inter": 2}, "mode=simulated"),
     ({"staleness.intra": 1}, "mode=simulated"),
     ({"sampling.top_k": 50}, "refused for training"),
-    ({"batch.microbatches": 3}, "do not divide"),
+    ({"batch.microbatches": 3}, "does not divide"),
     ({"batch.group_size": 1}, "group_size"),
     ({"queue.capacity": 3}, "queue.capacity=3"),
     ({"task.name": "sums"}, "model.folder"),

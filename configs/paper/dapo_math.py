@@ -25,4 +25,5 @@ def get_config(arg: str = ""):
   c.staleness.max = 5  # sibling
   c.batch.microbatches = 8  # ours, for v5p:4x4x4: one row a device
   c.mesh.fsdp = 64
+  c.slices.learner = "v5p:4x4x4"  # ours
   return c
