@@ -56,8 +56,8 @@ class Slice:
     return f"{self.family}:{'x'.join(map(str, self.sides))}"
 
 
-def parse_slice(text: str) -> Slice:
-  """`v5p:4x4x4` or `v6e:8x8`.
+def parse_slice(text: str, said: str = "--topology") -> Slice:
+  """`v5p:4x4x4` or `v6e:8x8`, which stands at the flag or config key `said`.
 
   Raises:
     UserError: unknown chips, or sides that such a slice cannot have.
@@ -65,13 +65,13 @@ def parse_slice(text: str) -> Slice:
   advice = "write FAMILY:SIDES, such as v5p:4x4x4 or v6e:8x8"
   found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", text)
   if not found:
-    raise UserError(f"--topology={text!r} is no slice; {advice}")
+    raise UserError(f"{said}={text!r} is no slice; {advice}")
   family, sides = found[1], tuple(map(int, found[2].split("x")))
   if family not in CHIPS:
-    raise UserError(f"--topology={text}: unknown chips {family!r}; one of {', '.join(CHIPS)} is known")
+    raise UserError(f"{said}={text}: unknown chips {family!r}; one of {', '.join(CHIPS)} is known")
   dimensions = CHIPS[family].dimensions
   if len(sides) != dimensions or 0 in sides:
-    raise UserError(f"--topology={text}: a slice of {family} has {dimensions} sides above 0; {advice}")
+    raise UserError(f"{said}={text}: a slice of {family} has {dimensions} sides above 0; {advice}")
   return Slice(family, sides)
 
 
