@@ -217,11 +217,16 @@ def test_names_that_kubernetes_does_not_take():
   for name in ("Run", "run_1", "1run", "-run", "run-", "", "a.b"):
     with pytest.raises(UserError, match="cannot name a run"):
       render(name)
-  for samplers in (10, 11):
-    longest = 63 - len(f"-sampler-{samplers - 1}-slice-0-0-abcde")
-    render("a" * longest, samplers=samplers, learner=V6E)
+  large = jobset.pool_of("v5p", (16, 16, 16))
+  for learner, samplers, longest_pod in (
+    (V6E, 10, "-sampler-9-slice-0-0-abcde"),
+    (V6E, 11, "-sampler-10-slice-0-0-abcde"),
+    (large, 1, "-learner-slice-0-1023-abcde"),
+  ):
+    longest = 63 - len(longest_pod)
+    render("a" * longest, samplers=samplers, learner=learner)
     with pytest.raises(UserError, match=f"at most {longest} characters"):
-      render("a" * (longest + 1), samplers=samplers, learner=V6E)
+      render("a" * (longest + 1), samplers=samplers, learner=learner)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
