@@ -48,6 +48,11 @@ def use_compilation_cache(config: ConfigDict) -> None:
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
+def mesh_of(config: ConfigDict) -> Mesh:
+  """The learner's, over all devices."""
+  return sharding.make_mesh(config.mesh.to_dict())
+
+
 def task_of(config: ConfigDict) -> Task:
   return TASKS[config.task.name]
 
@@ -106,13 +111,15 @@ def stream_of(config: ConfigDict, tokenizer: Tokenizer) -> PromptStream:
   )
 
 
-def engine_of(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer) -> Engine:
+def engine_of(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer, mesh: Mesh) -> Engine:
   s = config.sampling
   sampling = Sampling(s.slots, s.context, s.chunk, s.temperature, s.rebuild_cache, s.record_vocabulary)
-  return Engine(model, task_of(config), tokenizer, sampling, key(config, _SAMPLING))
+  return Engine(model, task_of(config), tokenizer, sampling, key(config, _SAMPLING), mesh=mesh)
 
 
-def evaluator_of(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer, stream: PromptStream) -> Evaluator:
+def evaluator_of(
+  config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer, stream: PromptStream, mesh: Mesh
+) -> Evaluator:
   s = config.sampling
   return Evaluator(
     model,
@@ -121,6 +128,7 @@ def evaluator_of(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer,
     stream.heldout(max(config.eval.prompts, config.eval.every_prompts)),
     Sampling(config.eval.slots, s.context, s.chunk, s.temperature, rebuild_cache=False, record_vocabulary=False),
     key(config, _EVALUATION),
+    mesh,
   )
 
 
@@ -199,11 +207,10 @@ def objective_of(config: ConfigDict) -> tuple[step.Objective, step.Hyper]:
   return objective, step.Hyper(numbers, *map(np.float32, scalars))
 
 
-def update_of(config: ConfigDict, model: DecoderConfig, mesh: Mesh | None = None) -> Update:
-  """The update on the config's mesh over all devices, or on one that is given."""
+def update_of(config: ConfigDict, model: DecoderConfig, mesh: Mesh) -> Update:
+  """The update on the learner's mesh."""
   o = config.optimizer
   objective, hyper = objective_of(config)
-  mesh = sharding.make_mesh(config.mesh.to_dict()) if mesh is None else mesh
   rule = optimizer.make(
     optimizer=o.name,
     learning_rate=o.learning_rate,

@@ -10,10 +10,12 @@ import argparse
 import json
 from pathlib import Path
 
+import jax
+
 from configs import default
 from estr_jax.errors import UserError
 from estr_jax.learner.checkpoint import restore_params
-from estr_jax.model import decoder
+from estr_jax.model import decoder, sharding
 from estr_jax.runtime.evaluation import accuracies
 from estr_jax.structs import Weights
 from experiments import assembly, settings
@@ -36,7 +38,8 @@ def program() -> int:
   tokenizer = assembly.tokenizer_of(config)
   model = assembly.model_of(config, tokenizer)
   weights = Weights(*restore_params(workdir / "checkpoints", decoder.abstract_params(model)))
-  evaluator = assembly.evaluator_of(config, model, tokenizer, assembly.stream_of(config, tokenizer))
+  mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])  # whatever mesh it was trained on
+  evaluator = assembly.evaluator_of(config, model, tokenizer, assembly.stream_of(config, tokenizer), mesh)
   rollouts = evaluator.rollouts(weights, config.eval.prompts)
   for trajectory in rollouts["sampled"][: arguments.show]:
     print(f"reward {trajectory.reward:g}: {tokenizer.decode(trajectory.tokens)!r}")

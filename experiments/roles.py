@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from estr_jax.errors import UserError
 from estr_jax.lab.staleness import OnPolicy, Simulated
 from estr_jax.learner import step
 from estr_jax.learner.checkpoint import Checkpoints
+from estr_jax.model import sharding
 from estr_jax.model.decoder import DecoderConfig
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.observe.report import write_report
@@ -42,7 +44,8 @@ def sampler(config: ConfigDict, workdir: Path, name: str) -> int:
   assembly.use_compilation_cache(config)
   tokenizer = assembly.tokenizer_of(config)
   model = assembly.model_of(config, tokenizer)
-  engine = assembly.engine_of(config, model, tokenizer)
+  mesh = sharding.make_mesh(config.sampling.mesh.to_dict())
+  engine = assembly.engine_of(config, model, tokenizer, mesh)
   address = launch.find_learner(workdir, config.transport.address)
   client = Client(
     address,
@@ -53,7 +56,7 @@ def sampler(config: ConfigDict, workdir: Path, name: str) -> int:
     token=assembly.token_of(config),
   )
   print(f"{name} (process {os.getpid()}) samples for the learner at {address}", flush=True)
-  place = device_placer(config.transport.weights_dtype)
+  place = device_placer(config.transport.weights_dtype, mesh)
   sampler_loop(engine, client, place, group_size=config.batch.group_size, deadline_s=config.queue.deadline_s)
   print(f"{name} is done after {engine.sampled_tokens} policy tokens", flush=True)
   return 0
@@ -94,8 +97,9 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
   model = assembly.model_of(config, tokenizer)
   view.phase("preparing prompts", detail=config.task.name)
   stream = assembly.stream_of(config, tokenizer)
-  update = assembly.update_of(config, model)
-  evaluate = assembly.evaluator_of(config, model, tokenizer, stream)
+  mesh = assembly.mesh_of(config)
+  update = assembly.update_of(config, model, mesh)
+  evaluate = assembly.evaluator_of(config, model, tokenizer, stream, mesh)
   with contextlib.closing(Checkpoints(workdir / "checkpoints")) as checkpoints:
     latest = checkpoints.latest()
     if (
@@ -125,7 +129,7 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
       if update.learner.calibration is not None and record["tau"] is not None:  # found once, and never again
         update = dataclasses.replace(update, learner=update.learner.with_tau(record["tau"]))
       view.resume(latest)
-    source = rollouts_of(config, workdir, model, tokenizer, stream, cursor, latest or 0, view)
+    source = rollouts_of(config, workdir, model, tokenizer, mesh, stream, cursor, latest or 0, view)
     with MetricsFile(metrics_path, resume_step=latest) as metrics_file, source as (rollouts, participants):
       learner_loop(
         state,
@@ -154,6 +158,7 @@ def rollouts_of(
   workdir: Path,
   model: DecoderConfig,
   tokenizer: Tokenizer,
+  mesh: Mesh,
   stream: PromptStream,
   cursor: dict | None,
   version: int,
@@ -165,7 +170,7 @@ def rollouts_of(
     schedule = (
       OnPolicy() if config.mode == "sync" else Simulated(inter=s.inter, intra=s.intra, segment_tokens=s.segment_tokens)
     )
-    engine = assembly.engine_of(config, model, tokenizer)
+    engine = assembly.engine_of(config, model, tokenizer, mesh)
     rollouts = LocalRollouts(engine, stream.at, schedule, groups_per_batch=config.batch.groups, cursor=cursor)
     yield rollouts, lambda: {"process_ids": {"learner": os.getpid()}, "acknowledged_versions": {}}
     return

@@ -44,7 +44,7 @@ def train(c, workdir) -> tuple[dict, list[dict]]:
 def final_params(c, workdir):
   """The parameters of the last checkpoint, as numpy."""
   tokenizer = assembly.tokenizer_of(c)
-  update = assembly.update_of(c, assembly.model_of(c, tokenizer))
+  update = assembly.update_of(c, assembly.model_of(c, tokenizer), assembly.mesh_of(c))
   checkpoints = Checkpoints(workdir / "checkpoints")
   state, _ = checkpoints.restore(update.abstract, checkpoints.latest())
   checkpoints.close()

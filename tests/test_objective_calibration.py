@@ -188,8 +188,8 @@ def test_a_resumed_run_keeps_its_tau(cache, tmp_path, monkeypatch):
   """
 
   @contextlib.contextmanager
-  def local(config, workdir, model, tokenizer, stream, cursor, version, view):
-    engine = assembly.engine_of(config, model, tokenizer)
+  def local(config, workdir, model, tokenizer, mesh, stream, cursor, version, view):
+    engine = assembly.engine_of(config, model, tokenizer, mesh)
     yield (
       LocalRollouts(
         engine, stream.at, Simulated(inter=1, intra=0, segment_tokens=8), groups_per_batch=2, cursor=cursor
@@ -202,7 +202,7 @@ def test_a_resumed_run_keeps_its_tau(cache, tmp_path, monkeypatch):
   for steps in (2, 4):
     c = config(cache, "async", steps=steps, loss__estr__tau="calibrate:0.05")
     summary, rows = train(c, tmp_path)
-    abstract = assembly.update_of(c, assembly.model_of(c, assembly.tokenizer_of(c))).abstract
+    abstract = assembly.update_of(c, assembly.model_of(c, assembly.tokenizer_of(c)), assembly.mesh_of(c)).abstract
     with contextlib.closing(Checkpoints(tmp_path / "checkpoints")) as checkpoints:
       taus += [checkpoints.restore(abstract, step)[1]["tau"] for step in (steps - 1, steps)]
     assert summary["tau"] == taus[-1] and summary["tau_calibrated_at"] == 1

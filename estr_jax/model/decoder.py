@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from estr_jax.model.attention import ATTENDED, Keys, attend, attend_sequences, rotate
 from estr_jax.model.moe import Mixture, Routed
+from estr_jax.model.sharding import BATCH_AXES
 from estr_jax.structs import Params
 
 
@@ -230,14 +232,17 @@ def forward_routed(
 
 @flax.struct.dataclass
 class Cache:
-  """Keys and values of S slots, indexed by position."""
+  """Keys and values of S slots. Positions come after heads, so that what a head reads lies together."""
 
-  k: jax.Array  # [L, S, T, J, K]
-  v: jax.Array  # [L, S, T, J, K]
+  k: jax.Array  # [L, S, J, T, K]
+  v: jax.Array  # [L, S, J, T, K]
+
+
+CACHE_SPEC = P(None, BATCH_AXES, "tensor", None, None)
 
 
 def empty_cache(config: DecoderConfig, slots: int, length: int) -> Cache:
-  shape = (config.layers, slots, length, config.kv_heads, config.head_dim)
+  shape = (config.layers, slots, config.kv_heads, length, config.head_dim)
   return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
 
 
@@ -258,7 +263,7 @@ def extend(
     tokens_RC: the tokens.
     position_RC: their positions, consecutive along C; -1 marks a token that is not there, whose keys are not written.
     rows_R: which slots; distinct, or out of range for rows that are not there. S of them are all slots in order.
-    cache: must hold the keys of all earlier positions of those slots.
+    cache: must hold the keys of all earlier positions of those slots; on a mesh it lies by CACHE_SPEC.
     mesh: as of `forward`.
 
   Returns:
@@ -280,7 +285,7 @@ def extend_routed(
   """`extend`, and what the routers chose for the new tokens, [L, R, C, k]: None of a dense model."""
   decoder_graph, layer_graph = _graphs(config)
   decoder = nnx.merge(decoder_graph, params)
-  _, S, T, _, _ = cache.k.shape
+  _, S, _, T, _ = cache.k.shape
   there_RC = position_RC >= 0
   start_R1 = jnp.min(jnp.where(there_RC, position_RC, T), axis=1, keepdims=True)
   old_RCT = jnp.broadcast_to((jnp.arange(T) < start_R1)[:, None], (*position_RC.shape, T))
@@ -293,12 +298,47 @@ def extend_routed(
     q, k, v = layer.project(x_RCD, position_RC)
     if not all_slots:
       old = [rows.at[rows_R].get(mode="clip") for rows in old]
+    old = [rows.swapaxes(1, 2) for rows in old]
     attended_RCHK = attend(q, Keys(*old, old_RCT), Keys(k, v, new_RCC))
     x_RCD, routed = layer.finish(x_RCD, attended_RCHK, there_BT=there_RC, recorded_BTk=None, mesh=mesh)
     return x_RCD, (k, v, routed)
 
   x_RCD, (k, v, routed) = jax.lax.scan(body, _embed(decoder, tokens_RC), (params["layers"], cache.k, cache.v))
   # One write after the layers: a cache that were carried through them would be copied by each.
-  index = (slice(None), rows_R[:, None], jnp.where(there_RC, position_RC, T))  # T is out of range, and dropped
-  k, v = cache.k.at[index].set(k, mode="drop"), cache.v.at[index].set(v, mode="drop")
-  return decoder.final_norm(x_RCD), Cache(k, v), routed
+  if all_slots and position_RC.shape[1] == 1:
+    cache = _write_step(cache, Cache(k, v), position_RC[:, 0], mesh)
+  else:
+    row_RC, column_RC = rows_R[:, None], jnp.where(there_RC, position_RC, T)  # T is out of range, and dropped
+
+    def write(cache_LSJTK, new_LRCJK):
+      new_RCLJK = jnp.moveaxis(new_LRCJK, 0, 2)
+      return cache_LSJTK.at[:, row_RC, :, column_RC].set(new_RCLJK, mode="drop")
+
+    cache = jax.tree.map(write, cache, Cache(k, v))
+  return decoder.final_norm(x_RCD), cache, routed
+
+
+def _write_step(cache: Cache, new: Cache, position_S: jax.Array, mesh: Mesh | None) -> Cache:
+  """The keys and values of one further token of every slot, [L, S, 1, J, K], put into the cache.
+
+  Slot by slot and not as one scatter, for which a TPU's compiler lays the whole cache out anew.
+  """
+
+  def local(cache: Cache, new: Cache, position_S: jax.Array) -> Cache:
+    def write(slot, cache):
+      there, at = position_S[slot] >= 0, (0, slot, 0, jnp.maximum(position_S[slot], 0), 0)
+
+      def put(cache_LSJTK, new_LSCJK):
+        new_LSJCK = jax.lax.dynamic_slice_in_dim(new_LSCJK, slot, 1, axis=1).swapaxes(2, 3)
+        old_LSJCK = jax.lax.dynamic_slice(cache_LSJTK, at, new_LSJCK.shape)
+        return jax.lax.dynamic_update_slice(cache_LSJTK, jnp.where(there, new_LSJCK, old_LSJCK), at)
+
+      return jax.tree.map(put, cache, new)
+
+    return jax.lax.fori_loop(0, position_S.shape[0], write, cache)
+
+  if mesh is None or mesh.size == 1:
+    return local(cache, new, position_S)
+  # By hand: the partitioner does not know that a device's slots are its own, and would gather the cache.
+  in_specs = (CACHE_SPEC, P(None, BATCH_AXES, None, "tensor", None), P(BATCH_AXES))
+  return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=CACHE_SPEC)(cache, new, position_S)

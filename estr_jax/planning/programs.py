@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from estr_jax.model import decoder
 from estr_jax.model.decoder import DecoderConfig
-from estr_jax.model.sharding import BATCH_AXES, BATCH_SPEC, shardings
+from estr_jax.model.sharding import BATCH_SPEC, shardings
 from estr_jax.sampler import decode
 from estr_jax.structs import Batch, Params
 
@@ -54,14 +54,11 @@ def abstract_weights(model: DecoderConfig, mesh: Mesh, dtype: str) -> Params:
 
 
 def abstract_slots(model: DecoderConfig, slots: int, context: int, mesh: Mesh) -> decode.Slots:
-  """Slots over BATCH_AXES, the heads of the cache over tensor."""
+  """What `decode.empty` makes, as it lies."""
   state = jax.eval_shape(lambda: decode.empty(model, slots, context, record_vocabulary=False))
-  heads, rows = NamedSharding(mesh, P(None, BATCH_AXES, None, "tensor", None)), NamedSharding(mesh, P(BATCH_AXES))
-
-  def put(place):
-    return lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-  return jax.tree.map(put(rows), state.replace(cache=None)).replace(cache=jax.tree.map(put(heads), state.cache))
+  return jax.tree.map(
+    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state, decode.places(state, mesh)
+  )
 
 
 def trace_decode(
@@ -84,4 +81,5 @@ def trace_decode(
     scalar(jnp.int32),
     temperature=temperature,
     steps=steps,
+    mesh=mesh,
   )

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from estr_jax.model.decoder import DecoderConfig
 from estr_jax.model.tokenizers import Tokenizer
@@ -25,11 +26,12 @@ class Evaluator:
     prompts: Sequence[Prompt],
     sampling: Sampling,
     key: jax.Array,
+    mesh: Mesh,
   ):
     n = len(prompts)
     self._prompts = [(prompt, dataclasses.replace(prompt, id=n + prompt.id)) for prompt in prompts]
     self._first_greedy = n
-    self._engine = Engine(model, task, tokenizer, sampling, key, greedy=range(n, 2 * n))
+    self._engine = Engine(model, task, tokenizer, sampling, key, greedy=range(n, 2 * n), mesh=mesh)
 
   def rollouts(self, weights: Weights, prompts: int) -> dict[str, list[Trajectory]]:
     """{"sampled": trajectories, "greedy": ...} of the first `prompts` held-out prompts."""

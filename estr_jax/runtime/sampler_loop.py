@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 
 import jax
+from jax.sharding import Mesh
 
 from estr_jax.errors import UserError
+from estr_jax.model.sharding import shardings
 from estr_jax.sampler.engine import Engine
 from estr_jax.structs import NO_VERSION, Params, Prompt, Trajectory, Weights
 from estr_jax.transport.broker import StaleIncarnation
@@ -189,6 +191,10 @@ def _wait_for_weights(version: int, fetcher: Fetcher, status: Status, deadline_s
   return weights
 
 
-def device_placer(dtype: str) -> Callable[[Params], Params]:
-  """A function that moves numpy parameters onto the device, in `dtype`."""
-  return lambda params: jax.tree.map(lambda leaf: jax.device_put(leaf.astype(dtype)), params)
+def device_placer(dtype: str, mesh: Mesh) -> Callable[[Params], Params]:
+  """A function that moves numpy parameters onto the mesh, in `dtype`."""
+
+  def place(params: Params) -> Params:
+    return jax.tree.map(lambda leaf, where: jax.device_put(leaf.astype(dtype), where), params, shardings(params, mesh))
+
+  return place

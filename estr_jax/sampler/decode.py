@@ -10,8 +10,11 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from estr_jax.model import decoder
+from estr_jax.model.sharding import BATCH_AXES
 from estr_jax.objective import scoring
 from estr_jax.structs import NO_VERSION, Params
 
@@ -37,9 +40,31 @@ class Slots:
   live: jax.Array  # bool [S]; it is the policy's turn
 
 
-def empty(config: decoder.DecoderConfig, slots: int, context: int, *, record_vocabulary: bool) -> Slots:
+def places(slots: Slots, mesh: Mesh) -> Slots:
+  """The NamedSharding of every leaf: sequences over BATCH_AXES, heads of the cache over tensor.
+
+  What has one entry a slot is everywhere, since every host decides by it.
+  """
+
+  def place(path, leaf) -> NamedSharding:
+    if path[0].name == "cache":
+      return NamedSharding(mesh, decoder.CACHE_SPEC)
+    return NamedSharding(mesh, P(BATCH_AXES) if leaf.ndim > 1 else P())
+
+  return jax.tree_util.tree_map_with_path(place, slots)
+
+
+def _placed(slots: Slots, mesh: Mesh | None) -> Slots:
+  return slots if mesh is None else jax.lax.with_sharding_constraint(slots, places(slots, mesh))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "slots", "context", "record_vocabulary", "mesh"))
+def empty(
+  config: decoder.DecoderConfig, slots: int, context: int, *, record_vocabulary: bool, mesh: Mesh | None = None
+) -> Slots:
+  """No sequence yet. On a mesh `slots` has to be a multiple of `batch_shards(mesh)`."""
   rows, grid = (slots,), (slots, context)
-  return Slots(
+  state = Slots(
     cache=decoder.empty_cache(config, slots, context),
     tokens=jnp.zeros(grid, jnp.int32),
     mask=jnp.zeros(grid, bool),
@@ -54,9 +79,10 @@ def empty(config: decoder.DecoderConfig, slots: int, context: int, *, record_voc
     greedy=jnp.zeros(rows, bool),
     live=jnp.zeros(rows, bool),
   )
+  return _placed(state, mesh)
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="slots")
+@functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="slots")
 def feed(
   config: decoder.DecoderConfig,
   params: Params,
@@ -67,6 +93,8 @@ def feed(
   fresh_R: jax.Array,
   seed_R: jax.Array,
   greedy_R: jax.Array,
+  *,
+  mesh: Mesh | None = None,
 ) -> Slots:
   """Appends tokens that the policy did not sample, a prompt or an observation, and gives the policy the word.
 
@@ -79,6 +107,7 @@ def feed(
     fresh_R: bool; True starts a new sequence, False appends to the slot's own.
     seed_R: the prompt id of a fresh row; ignored otherwise.
     greedy_R: bool, of a fresh row; ignored otherwise.
+    mesh: on which `slots` lie by `places`; R is then a multiple of `batch_shards(mesh)`.
   """
   C = tokens_RC.shape[1]
   column_C = jnp.arange(C)
@@ -90,14 +119,14 @@ def feed(
   last_R = slots.tokens.at[rows_R, start_R - 1].get(mode="clip")
   input_RC = jnp.concatenate([last_R[:, None], tokens_RC[:, :-1]], axis=1)
   position_RC = jnp.where(there_RC, start_R[:, None] - 1 + column_C, -1)
-  _, cache = decoder.extend(config, params, input_RC, position_RC, rows_R, slots.cache)
+  _, cache = decoder.extend(config, params, input_RC, position_RC, rows_R, slots.cache, mesh=mesh)
 
   index = (rows_R[:, None], jnp.where(there_RC, start_R[:, None] + column_C, outside))
   fresh_rows = jnp.where(fresh_R, rows_R, slots.length.shape[0])
   vocabulary = slots.vocabulary
   if vocabulary is not None:
     vocabulary = vocabulary.at[fresh_rows].set(0.0, mode="drop")
-  return slots.replace(
+  fed = slots.replace(
     cache=cache,
     tokens=slots.tokens.at[index].set(tokens_RC, mode="drop"),
     mask=slots.mask.at[fresh_rows].set(False, mode="drop"),
@@ -112,10 +141,19 @@ def feed(
     greedy=slots.greedy.at[fresh_rows].set(greedy_R, mode="drop"),
     live=slots.live.at[rows_R].set(True, mode="drop"),
   )
+  return _placed(fed, mesh)
 
 
-@functools.partial(jax.jit, donate_argnames="slots")
-def share(slots: Slots, source_R: jax.Array, target_R: jax.Array, seed_R: jax.Array, greedy_R: jax.Array) -> Slots:
+@functools.partial(jax.jit, static_argnames="mesh", donate_argnames="slots")
+def share(
+  slots: Slots,
+  source_R: jax.Array,
+  target_R: jax.Array,
+  seed_R: jax.Array,
+  greedy_R: jax.Array,
+  *,
+  mesh: Mesh | None = None,
+) -> Slots:
   """Copies freshly fed slots to others, which then go their own way: the samples of a group share one prefill.
 
   Args:
@@ -123,6 +161,7 @@ def share(slots: Slots, source_R: jax.Array, target_R: jax.Array, seed_R: jax.Ar
     source_R: slots to copy from.
     target_R: slots to copy to, distinct and none of the sources; S for a row that is not there.
     seed_R, greedy_R: of the targets.
+    mesh: as of `feed`.
   """
 
   def copy(array, axis):
@@ -130,14 +169,15 @@ def share(slots: Slots, source_R: jax.Array, target_R: jax.Array, seed_R: jax.Ar
     return array.at[(slice(None),) * axis + (target_R,)].set(taken, mode="drop")
 
   copied = jax.tree.map(functools.partial(copy, axis=0), slots.replace(cache=None))
-  return copied.replace(
+  copied = copied.replace(
     cache=jax.tree.map(functools.partial(copy, axis=1), slots.cache),
     seed=slots.seed.at[target_R].set(seed_R, mode="drop"),
     greedy=slots.greedy.at[target_R].set(greedy_R, mode="drop"),
   )
+  return _placed(copied, mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "temperature", "steps"), donate_argnames="slots")
+@functools.partial(jax.jit, static_argnames=("config", "temperature", "steps", "mesh"), donate_argnames="slots")
 def decode(
   config: decoder.DecoderConfig,
   params: Params,
@@ -149,6 +189,7 @@ def decode(
   *,
   temperature: float,
   steps: int,
+  mesh: Mesh | None = None,
 ) -> Slots:
   """Up to `steps` tokens for every slot whose turn it is, inside one compiled loop.
 
@@ -165,6 +206,7 @@ def decode(
     limit: i32 [], policy tokens.
     temperature: of the sampling distribution; the recorded scores are of that distribution.
     steps: the chunk.
+    mesh: on which `slots` lie by `places`, and `params` by the sharding rules.
   """
   S, T = slots.tokens.shape
   rows_S = jnp.arange(S)
@@ -179,7 +221,8 @@ def decode(
     active_S = moving(slots)
     position_S = jnp.where(active_S, slots.length - 1, -1)
     last_S = slots.tokens[rows_S, jnp.maximum(position_S, 0)]
-    hidden, cache = decoder.extend(config, params, last_S[:, None], position_S[:, None], rows_S, slots.cache)
+    inputs = (last_S[:, None], position_S[:, None], rows_S, slots.cache)
+    hidden, cache = decoder.extend(config, params, *inputs, mesh=mesh)
     logits_SV = scoring.logits(hidden[:, 0], head_DV)
     draw = jax.vmap(lambda k, p, row: jax.random.categorical(jax.random.fold_in(k, p), row / temperature))
     drawn_S = draw(key_S, slots.length, logits_SV)
@@ -193,7 +236,7 @@ def decode(
       vocabulary = vocabulary.at[index].set(log_mu_SV, mode="drop")
     length_S = slots.length + active_S
     ended_S = jnp.isin(token_S, stop_ids) | (length_S >= T)
-    return count + 1, slots.replace(
+    stepped = slots.replace(
       cache=cache,
       tokens=slots.tokens.at[index].set(token_S, mode="drop"),
       mask=slots.mask.at[index].set(True, mode="drop"),
@@ -206,6 +249,7 @@ def decode(
       sampled=slots.sampled + active_S,
       live=slots.live & ~(active_S & ended_S),
     )
+    return count + 1, _placed(stepped, mesh)
 
   def unfinished(carry):
     count, slots = carry
@@ -214,18 +258,22 @@ def decode(
   return jax.lax.while_loop(unfinished, step, (0, slots))[1]
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="slots")
-def rebuild(config: decoder.DecoderConfig, params: Params, slots: Slots) -> Slots:
+@functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="slots")
+def rebuild(config: decoder.DecoderConfig, params: Params, slots: Slots, *, mesh: Mesh | None = None) -> Slots:
   """Recomputes every slot's keys and values under new weights."""
   S, T = slots.tokens.shape
   position_ST = jnp.where(jnp.arange(T) < slots.length[:, None] - 1, jnp.arange(T), -1)
-  _, cache = decoder.extend(config, params, slots.tokens, position_ST, jnp.arange(S), slots.cache)
-  return slots.replace(cache=cache)
+  _, cache = decoder.extend(config, params, slots.tokens, position_ST, jnp.arange(S), slots.cache, mesh=mesh)
+  return _placed(slots.replace(cache=cache), mesh)
 
 
-@jax.jit
-def read(slots: Slots, rows_R: jax.Array) -> dict[str, jax.Array]:
-  """The record of some slots by the names of a Trajectory, each [R, T, ...]; rows out of range repeat the last."""
+@functools.partial(jax.jit, static_argnames="mesh")
+def read(slots: Slots, rows_R: jax.Array, *, mesh: Mesh | None = None) -> dict[str, jax.Array]:
+  """The record of some slots by the names of a Trajectory, each [R, T, ...]; rows out of range repeat the last.
+
+  On a mesh it is everywhere, so that every host of it can read it.
+  """
   names = ("tokens", "mask", "logprob", "entropy", "gini", "version", "vocabulary")
   arrays = {name: getattr(slots, name) for name in names if getattr(slots, name) is not None}
-  return {name: array.at[rows_R].get(mode="clip") for name, array in arrays.items()}
+  record = {name: array.at[rows_R].get(mode="clip") for name, array in arrays.items()}
+  return record if mesh is None else jax.lax.with_sharding_constraint(record, NamedSharding(mesh, P()))

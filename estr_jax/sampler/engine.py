@@ -7,9 +7,12 @@ from collections.abc import Container
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from estr_jax.errors import UserError
 from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.sharding import batch_shards
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.sampler import decode
 from estr_jax.structs import Prompt, Trajectory, Weights
@@ -58,18 +61,30 @@ class Engine:
     key: jax.Array,
     *,
     greedy: Container[int] = (),
+    mesh: Mesh | None = None,
   ):
-    """`key` is the run's sampling key; `greedy` holds the ids of prompts to be decoded greedily, in evaluations."""
-    self._model, self._task, self._tokenizer, self._sampling, self._key = model, task, tokenizer, sampling, key
+    """Without a sequence.
+
+    Args:
+      key: the run's sampling key.
+      greedy: the ids of prompts to be decoded greedily, in evaluations.
+      mesh: where the weights lie, by the sharding rules, if on more than one device; `sampling.slots` is a multiple of
+        its `batch_shards`. Where it spans several processes, each has an engine and makes the same calls.
+    """
+    self._model, self._task, self._tokenizer, self._sampling, self._mesh = model, task, tokenizer, sampling, mesh
+    self._key = key if mesh is None else jax.device_put(key, NamedSharding(mesh, P()))
     stop = [tokenizer.token_id(text) for text in task.stop]
     if None in stop:
       raise UserError(f"task {task.name}: the stop strings {task.stop} must be single tokens of the tokenizer")
     self._stop_ids = np.array(sorted({tokenizer.eos_id, *stop}), np.int32)
     self._greedy = greedy
-    self._slots = decode.empty(model, sampling.slots, sampling.context, record_vocabulary=sampling.record_vocabulary)
+    self._slots = decode.empty(
+      model, sampling.slots, sampling.context, record_vocabulary=sampling.record_vocabulary, mesh=mesh
+    )
     self._episodes: dict[int, _Episode] = {}
     self._feeds: dict[int, tuple[np.ndarray, bool]] = {}  # slot -> tokens to feed, and whether they start a sequence
-    self._few = max(1, sampling.slots // 8)  # rows of a small feed or read; compiled once, like the full one
+    shards = 1 if mesh is None else batch_shards(mesh)
+    self._few = max(1, sampling.slots // 8 // shards) * shards  # rows of a small feed or read; compiled once
     self._live = np.zeros(sampling.slots, bool)
     self._sampled = np.zeros(sampling.slots, np.int32)
     self._weights: Weights | None = None
@@ -93,7 +108,7 @@ class Engine:
     changed = self._weights is not None and weights.version != self._weights.version
     self._weights = weights
     if changed and self._episodes and self._sampling.rebuild_cache:
-      self._slots = decode.rebuild(self._model, weights.params, self._slots)
+      self._slots = decode.rebuild(self._model, weights.params, self._slots, mesh=self._mesh)
 
   def admit(self, prompts: list[Prompt]) -> None:
     """Gives each prompt a free slot; they are fed at the next `advance`."""
@@ -140,6 +155,7 @@ class Engine:
       np.int32(limit),
       temperature=sampling.temperature,
       steps=sampling.chunk,
+      mesh=self._mesh,
     )
     host = jax.device_get((self._slots.live, self._slots.length, self._slots.sampled))
     self._live, length, self._sampled = (np.array(a) for a in host)
@@ -147,7 +163,7 @@ class Engine:
     ended = [slot for slot in sorted(self._episodes) if not self._live[slot]]
     finished = []
     for rows_R in self._batches(ended):
-      arrays = jax.device_get(decode.read(self._slots, rows_R))
+      arrays = jax.device_get(decode.read(self._slots, rows_R, mesh=self._mesh))
       for row, slot in self._occupied(rows_R, ended):
         trajectory = self._end_turn(
           slot, {name: np.array(array[row, : length[slot]]) for name, array in arrays.items()}
@@ -217,10 +233,12 @@ class Engine:
         count_R,
         fresh_R,
         *self._identity(rows_R, fed),
+        mesh=self._mesh,
       )
     for rows_R in self._batches(list(copies)):
       source_R = np.array([copies.get(slot, 0) for slot in rows_R.tolist()], np.int32)
-      self._slots = decode.share(self._slots, source_R, self._only(rows_R, copies), *self._identity(rows_R, copies))
+      rows = (source_R, self._only(rows_R, copies), *self._identity(rows_R, copies))
+      self._slots = decode.share(self._slots, *rows, mesh=self._mesh)
     self._feeds.clear()
 
   def _only(self, rows_R: np.ndarray, slots: Container[int]) -> np.ndarray:
