@@ -26,7 +26,7 @@ from estr_jax.observe.writers import MetricsFile, read, write_json
 from estr_jax.runtime import launch
 from estr_jax.runtime.learner_loop import before_and_after, learner_loop
 from estr_jax.runtime.rollouts import LocalRollouts, RemoteRollouts, Rollouts
-from estr_jax.runtime.sampler_loop import device_placer, sampler_loop
+from estr_jax.runtime.sampler_loop import abstract_weights, sampler_loop
 from estr_jax.tasks.prompts import PromptStream
 from estr_jax.transport.broker import Broker
 from estr_jax.transport.client import Client
@@ -56,8 +56,8 @@ def sampler(config: ConfigDict, workdir: Path, name: str) -> int:
     token=assembly.token_of(config),
   )
   print(f"{name} (process {os.getpid()}) samples for the learner at {address}", flush=True)
-  place = device_placer(config.transport.weights_dtype, mesh)
-  sampler_loop(engine, client, place, group_size=config.batch.group_size, deadline_s=config.queue.deadline_s)
+  abstract = abstract_weights(model, config.transport.weights_dtype, mesh)
+  sampler_loop(engine, client, abstract, group_size=config.batch.group_size, deadline_s=config.queue.deadline_s)
   print(f"{name} is done after {engine.sampled_tokens} policy tokens", flush=True)
   return 0
 

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from transport_cases import assert_blocks_are, pieces, wants
 
 from estr_jax.errors import UserError
 from estr_jax.structs import NO_VERSION, Prompt, Trajectory
@@ -19,10 +20,12 @@ from estr_jax.transport import client as client_module
 from estr_jax.transport import service
 from estr_jax.transport.broker import Broker, StaleIncarnation
 from estr_jax.transport.client import Client
+from estr_jax.transport.fetch import WeightSource
 from estr_jax.transport.security import Tls
-from estr_jax.transport.weights import WeightStore, flatten
+from estr_jax.transport.weights import WeightStore
 
 MODEL = {"layers": "2", "width": "64"}
+PARAMS = {"a": {"b": np.arange(6, dtype=np.float32).reshape(2, 3).astype(ml_dtypes.bfloat16)}}
 
 
 def prompts_at(group: int) -> list[Prompt]:
@@ -71,6 +74,7 @@ class Pair:
     self.security = security
     self.server = service.serve(address, self.broker, self.store, description=MODEL, **security)
     self.clients = []
+    self.sources = []
 
   def client(self, name: str = "a", **changes) -> Client:
     if "tls" in self.security:
@@ -79,9 +83,14 @@ class Pair:
     self.clients.append(made)
     return made
 
+  def source(self, client: Client, params: dict = PARAMS) -> WeightSource:
+    made = WeightSource(client.membership(), wants(params), patience_s=5.0, **self.security)
+    self.sources.append(made)
+    return made
+
   def close(self) -> None:
-    for client in self.clients:
-      client.close()
+    for one in (*self.sources, *self.clients):
+      one.close()
     self.server.stop(0.1)
 
 
@@ -96,13 +105,12 @@ def test_the_whole_path_of_two_updates(pair):
   """Join, weights, lease, put, take, new weights, farewell. Fails if any record changes on its way."""
   client = pair.client()
   client.join()
-  version_0 = {"a": {"b": np.arange(6, dtype=np.float32).reshape(2, 3).astype(ml_dtypes.bfloat16)}}
-  assert client.fetch_weights(NO_VERSION, 0) is None
-  pair.store.publish(0, flatten(version_0))
-  weights = client.fetch_weights(NO_VERSION, 5)
-  assert weights.version == 0
-  assert weights.params["a"]["b"].dtype == ml_dtypes.bfloat16
-  assert weights.params["a"]["b"].tobytes() == version_0["a"]["b"].tobytes()
+  source = pair.source(client)
+  assert source.fetch(NO_VERSION, 0) is None
+  pair.store.publish(0, pieces(PARAMS))
+  version, blocks = source.fetch(NO_VERSION, 5)
+  assert version == 0
+  assert_blocks_are(blocks, PARAMS)
   for version in (0, 1):
     lease = client.lease(2, 5)
     assert lease.version <= version and not lease.finished
@@ -113,9 +121,9 @@ def test_the_whole_path_of_two_updates(pair):
     batch = pair.broker.take(version, 5)
     assert [group[0].group for group in batch] == [2 * version, 2 * version + 1]
     assert batch[0][0].logprob.tolist() == [0, 0, -np.inf]
-    pair.store.publish(version + 1, flatten(version_0))
+    pair.store.publish(version + 1, pieces(PARAMS))
     # Published, not yet announced by a take: what the sampler holds is no longer the future.
-    assert client.fetch_weights(version, 5).version == version + 1
+    assert source.fetch(version, 5)[0] == version + 1
     assert pair.broker.stats()["version"] == version + 1
   pair.broker.finish()
   assert client.lease(1, 5).finished
@@ -153,18 +161,21 @@ def test_a_restarted_learner_makes_the_sampler_join_again(pair):
   client = pair.client()
   client.join()
   group = client.lease(1, 1).groups[0]
+  source = pair.source(client)
   address = pair.server.address
   pair.server.stop(0.1)
   pair.server = service.serve(address, make_broker(), pair.store, description=MODEL)
   for call in (
     lambda: client.put(answer(group[0], 0)),
     lambda: client.lease(1, 0),
-    lambda: client.fetch_weights(NO_VERSION, 0),
+    lambda: source.fetch(NO_VERSION, 0),
+    lambda: source.fetch_exactly(0),
   ):
     with pytest.raises(StaleIncarnation, match="join again"):
       call()
   client.join()
   assert client.lease(1, 1).groups[0][0].id == group[0].id
+  assert pair.source(client).fetch(NO_VERSION, 0) is None
 
 
 def test_malformed_groups_come_back_as_value_errors(pair):
@@ -279,8 +290,8 @@ def test_tls_and_token(tmp_path):
   good = pair.client(tls=Tls(str(certificate)))
   good.join()
   assert good.lease(1, 1).groups
-  pair.store.publish(0, {"w": np.ones(3)})
-  assert good.fetch_weights(NO_VERSION, 5).version == 0
+  pair.store.publish(0, pieces(PARAMS))
+  assert pair.source(good).fetch(NO_VERSION, 5)[0] == 0
   for token in ("wrong", None):
     with pytest.raises(UserError, match="token"):
       pair.client(token=token).join()
@@ -301,7 +312,7 @@ def test_the_health_service_serves_while_every_wait_is_taken(pair, monkeypatch):
   for client in clients:
     client.join()
   taken = clients[0].lease(8, 1).groups
-  waits = [threading.Thread(target=client.fetch_weights, args=(NO_VERSION, 2.0)) for client in clients[1:]]
+  waits = [threading.Thread(target=pair.source(client).fetch, args=(NO_VERSION, 2.0)) for client in clients[1:]]
   for wait in waits:
     wait.start()
   time.sleep(0.3)
@@ -322,11 +333,12 @@ def test_stop_does_not_wait_for_blocked_calls():
   pair = Pair()
   client = pair.client(patience_s=0.2)
   client.join()
+  source = pair.source(client)
   outcome = []
 
   def wait():
     try:
-      client.fetch_weights(NO_VERSION, 60)
+      source.fetch(NO_VERSION, 60)
     except UserError as fault:
       outcome.append(str(fault))
 
@@ -338,7 +350,7 @@ def test_stop_does_not_wait_for_blocked_calls():
   thread.join()
   assert time.monotonic() - start < 5
   assert len(outcome) == 1 and "no answer from the learner" in outcome[0]
-  client.close()
+  pair.close()
 
 
 @pytest.mark.parametrize("gone", ["client", "server"])

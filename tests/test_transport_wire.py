@@ -1,6 +1,8 @@
 """Round trips: trajectories and prompts as messages, weights as a stream."""
 
 import dataclasses
+import re
+from collections.abc import Iterable, Iterator
 
 import hypothesis
 import ml_dtypes
@@ -8,10 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from transport_cases import assert_blocks_are, pieces, wants, whole
 
 from estr_jax.structs import Prompt, Trajectory
 from estr_jax.transport import estr_jax_pb2 as pb
 from estr_jax.transport import weights, wire
+from estr_jax.transport.receive import Receiver, manifest_of
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -106,67 +110,107 @@ def params() -> dict:
   }
 
 
-def snapshot() -> weights.Snapshot:
-  return weights.Snapshot(3, weights.flatten(params()))
+def stream() -> Iterator[pb.WeightsPart]:
+  return weights.Snapshot(3, pieces(params())).stream(wants(params()))
 
 
-def assert_same_params(left: dict, right: dict) -> None:
-  left, right = weights.flatten(left), weights.flatten(right)
-  assert left.keys() == right.keys()
-  for name in left:
-    assert (left[name].dtype, left[name].shape) == (right[name].dtype, right[name].shape), name
-    assert left[name].tobytes() == right[name].tobytes(), name
+def received(parts: Iterable[pb.WeightsPart]) -> Receiver:
+  parts = iter(parts)
+  receiver = Receiver(wants(params()), [manifest_of(parts)])
+  receiver.fill(0, parts)
+  return receiver
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 4 << 20])
 def test_weights_survive_bit_for_bit_whatever_the_chunk(monkeypatch, chunk_bytes):
   """Fails if a low-precision type, a scalar, an empty or a transposed array changes on its way."""
   monkeypatch.setattr(weights, "CHUNK_BYTES", chunk_bytes)
-  got = weights.assemble(weights.stream(snapshot()))
+  sizes = [len(part.chunk.data) for part in stream() if part.WhichOneof("part") == "chunk"]
+  assert max(sizes) <= max(chunk_bytes, 8)
+  got = received(stream())
   assert got.version == 3
-  assert_same_params(got.params, params())
+  assert_blocks_are(got.blocks, params())
 
 
 def test_a_damaged_stream_is_noticed():
   """Fails if the checksum, the length or the order of the chunks is not looked at."""
-  parts = list(weights.stream(snapshot()))
+  parts = list(stream())
   flipped = pb.WeightsPart.FromString(parts[1].SerializeToString())
   flipped.chunk.data = bytes([flipped.chunk.data[0] ^ 1]) + flipped.chunk.data[1:]
+  stray = pb.WeightsPart(chunk=pb.Chunk(block=99, data=b"1234"))
   for damaged, fault in (
-    ([parts[0], flipped, *parts[2:]], "embed: the checksum"),
+    ([parts[0], flipped, *parts[2:]], r"embed\[0:7, 0:5\]: the checksum of bytes 0..140 of version 3"),
     (parts[:-1], "bytes arrived"),
-    ([parts[0], parts[1], *parts[1:]], "embed: bytes"),
+    ([parts[0], parts[1], *parts[1:]], r"embed\[0:7, 0:5\]: bytes 0..140 after 140 of 140"),
     (parts[1:], "does not begin with its manifest"),
+    ([*parts, stray], "belongs to no block"),
   ):
     with pytest.raises(ValueError, match=fault):
-      weights.assemble(damaged)
-  assert weights.assemble([]) is None
+      received(damaged)
+  assert manifest_of(iter([])) is None
 
 
-def test_flatten_refuses_what_has_no_way_back():
-  for bad in ({"a/b": 1}, {"a": {}}, {1: 2}):
-    with pytest.raises(ValueError, match="parameter key"):
-      weights.flatten(bad)
+def test_two_parameters_of_one_name_are_noticed():
+  """Fails if a key that holds a slash takes another parameter's place."""
+  bad = {"a/b": np.zeros(2), "a": {"b": np.ones(2)}}
+  both = [weights.Piece(whole("a/b", array), array) for array in (bad["a/b"], bad["a"]["b"])]
+  parts = weights.Snapshot(0, both).stream([whole("a/b", np.zeros(2))])
+  with pytest.raises(ValueError, match=r"a/b\[0:2\]: a part of it is served twice"):
+    Receiver([whole("a/b", np.zeros(2))], [manifest_of(parts)])
 
 
-def test_the_store_holds_the_newest_and_fetches_it_once():
-  """Fails if a lazy version is fetched at publish, or again at every request, or if an older version is let in."""
-  calls = []
+class Lazy:
+  """Numbers whose way to the host is counted."""
 
-  def source():
-    calls.append(1)
-    return {"w": np.arange(3)}
+  dtype = np.dtype(np.int64)
 
-  store = weights.WeightStore()
-  assert store.snapshot_newer(-1, 0) is None
-  store.publish(4, source)
-  assert not calls
-  assert store.snapshot_newer(4, 0) is None
+  def __init__(self):
+    self.fetched = 0
+
+  def __array__(self, dtype=None, copy=None):
+    self.fetched += 1
+    return np.arange(3)
+
+
+def test_a_piece_is_fetched_when_it_is_streamed_and_once():
+  """Fails if a version is fetched when it is published or named, or again at every request, or unasked."""
+  lazy, unasked, region = Lazy(), Lazy(), whole("w", np.arange(3))
+  snapshot = weights.Snapshot(4, [weights.Piece(region, lazy), weights.Piece(whole("u", np.arange(3)), unasked)])
   for _ in range(2):
-    snapshot = store.snapshot_newer(3, 0)
-    assert snapshot.version == 4 and snapshot.arrays()["w"].tolist() == [0, 1, 2]
-  assert len(calls) == 1
+    parts = snapshot.stream([region])
+    next(parts)
+    assert lazy.fetched <= 1
+    (chunk,) = [part.chunk for part in parts]
+    assert chunk.data == np.arange(3).tobytes()
+  assert (lazy.fetched, unasked.fetched) == (1, 0)
+
+
+def test_the_store_holds_the_newest_and_the_one_before_that_was_named():
+  """Fails if an older version is let in, or a named one is gone too soon, or one that nobody can ask for is kept."""
+  store = weights.WeightStore()
+  assert store.newer(-1, 0) is None and store.exactly(4, 0) is None
+  store.publish(4, [])
+  assert store.newer(4, 0) is None and store.exactly(5, 0) is None
+  assert store.newer(3, 0).version == 4
   with pytest.raises(ValueError, match="below 4"):
-    store.publish(3, {})
-  store.publish(5, {"w": np.zeros(1)})
-  assert store.snapshot_newer(4, 0).version == 5
+    store.publish(3, [])
+  store.publish(5, [])
+  assert store.newer(3, 0).version == 5
+  assert store.exactly(4, 0).version == 4
+  store.publish(6, [])
+  store.publish(7, [])
+  for gone, held in ((5, "[7]"), (6, "[7]")):  # nobody was told of 6
+    with pytest.raises(
+      weights.VersionGone, match=re.escape(f"version {gone} of the weights is gone; this host holds {held}")
+    ):
+      store.exactly(gone, 0)
+
+
+def test_a_store_that_does_not_name_versions_keeps_two():
+  """Fails if a host drops a version of which the first host may just have told a sampler."""
+  store = weights.WeightStore(leads=False)
+  for version in (4, 5, 6):
+    store.publish(version, [])
+  assert [store.exactly(version, 0).version for version in (5, 6)] == [5, 6]
+  with pytest.raises(weights.VersionGone, match=r"holds \[5, 6\]"):
+    store.exactly(4, 0)

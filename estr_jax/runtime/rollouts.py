@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import jax
-import numpy as np
 
 from estr_jax.errors import UserError
 from estr_jax.lab.staleness import OnPolicy, Simulated, check_realised
@@ -13,7 +12,7 @@ from estr_jax.sampler.engine import Engine
 from estr_jax.sampler.rollout import rollout
 from estr_jax.structs import Mean, Prompt, Trajectory, Weights
 from estr_jax.transport.broker import Broker, NotReady
-from estr_jax.transport.weights import WeightStore, flatten
+from estr_jax.transport.weights import WeightStore, pieces_of
 
 Groups = list[list[Trajectory]]
 
@@ -134,7 +133,7 @@ class RemoteRollouts:
     params = self._cast(weights.params)
     # The broker first: a sampler that already samples with these weights must not come from the future.
     self._broker.announce(weights.version)
-    self._store.publish(weights.version, lambda: flatten(jax.tree.map(np.asarray, params)))
+    self._store.publish(weights.version, pieces_of(params))
 
   def cursor(self) -> dict:
     return self._broker.cursor()

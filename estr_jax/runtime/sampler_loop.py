@@ -4,17 +4,19 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh
 
 from estr_jax.errors import UserError
+from estr_jax.model.decoder import DecoderConfig, abstract_params
 from estr_jax.model.sharding import shardings
 from estr_jax.sampler.engine import Engine
 from estr_jax.structs import NO_VERSION, Params, Prompt, Trajectory, Weights
 from estr_jax.transport.broker import StaleIncarnation
 from estr_jax.transport.client import Client
+from estr_jax.transport.fetch import WeightSource
+from estr_jax.transport.placement import placed, wanted_by
 
 _FETCH_WAIT_S = 10.0  # of one call for newer weights
 _IDLE_WAIT_S = 1.0  # of one call for prompts while nothing else is to be done
@@ -55,8 +57,8 @@ class Status:
 class Fetcher:
   """Fetches newer weights in a thread, so that decoding goes on meanwhile."""
 
-  def __init__(self, client: Client, place: Callable[[Params], Params]):
-    self._client, self._place = client, place
+  def __init__(self, source: WeightSource, abstract: Params):
+    self._source, self._abstract = source, abstract
     self._newest: Weights | None = None
     self._fault: Exception | None = None
     self._stopped = threading.Event()
@@ -70,8 +72,9 @@ class Fetcher:
     return self._newest
 
   def stop(self) -> None:
-    """The thread ends with its present call, which closing the client ends too."""
+    """The thread ends, and its present call with it."""
     self._stopped.set()
+    self._source.close()
 
   def join(self, seconds: float) -> None:
     """Waits for the thread: an interpreter must not end while it moves arrays."""
@@ -81,10 +84,10 @@ class Fetcher:
     have = NO_VERSION
     try:
       while not self._stopped.is_set():
-        weights = self._client.fetch_weights(have, _FETCH_WAIT_S)
-        if weights is not None:
-          have = weights.version
-          self._newest = Weights(weights.version, self._place(weights.params))
+        found = self._source.fetch(have, _FETCH_WAIT_S)
+        if found is not None:
+          have, blocks = found
+          self._newest = Weights(have, placed(self._abstract, blocks))
     except Exception as fault:  # handed to the loop's thread by `newest`
       self._fault = fault
 
@@ -103,9 +106,7 @@ class _Work:
     return cls(collections.deque(), {}, {})
 
 
-def sampler_loop(
-  engine: Engine, client: Client, place: Callable[[Params], Params], *, group_size: int, deadline_s: float
-) -> None:
+def sampler_loop(engine: Engine, client: Client, abstract: Params, *, group_size: int, deadline_s: float) -> None:
   """Samples until the learner says that the run is over.
 
   A learner that restarts ends the work in hand: it may have gone back to older weights, from which what was sampled
@@ -114,7 +115,7 @@ def sampler_loop(
   Args:
     engine: empty.
     client: not joined yet; closed at the end.
-    place: numpy parameters -> device parameters.
+    abstract: the engine's parameters, as `abstract_weights` makes them.
     group_size: prompts of a group, by which the wish for prompts is counted.
     deadline_s: the longest wait for weights that the learner must have.
 
@@ -123,12 +124,13 @@ def sampler_loop(
   """
   status = Status()
   fetcher = None
+  wanted = wanted_by(abstract)
   try:
     while True:
       client.join()
       if fetcher is None:
         client.start_beats(status.report)
-      fetcher = Fetcher(client, place)
+      fetcher = Fetcher(client.weights(wanted), abstract)
       try:
         _sample(engine, client, fetcher, status, group_size, deadline_s)
         return
@@ -191,10 +193,9 @@ def _wait_for_weights(version: int, fetcher: Fetcher, status: Status, deadline_s
   return weights
 
 
-def device_placer(dtype: str, mesh: Mesh) -> Callable[[Params], Params]:
-  """A function that moves numpy parameters onto the mesh, in `dtype`."""
-
-  def place(params: Params) -> Params:
-    return jax.tree.map(lambda leaf, where: jax.device_put(leaf.astype(dtype), where), params, shardings(params, mesh))
-
-  return place
+def abstract_weights(model: DecoderConfig, dtype: str, mesh: Mesh) -> Params:
+  """What an engine on the mesh takes: shape, dtype and sharding of every parameter."""
+  params = abstract_params(model)
+  return jax.tree.map(
+    lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=where), params, shardings(params, mesh)
+  )

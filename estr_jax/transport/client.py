@@ -2,40 +2,30 @@
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-import grpc
-
-from estr_jax.errors import UserError
-from estr_jax.structs import NO_VERSION, Trajectory, Weights
+from estr_jax.structs import NO_VERSION, Trajectory
 from estr_jax.transport import estr_jax_pb2 as pb
 from estr_jax.transport import estr_jax_pb2_grpc as pb_grpc
 from estr_jax.transport import security, wire
 from estr_jax.transport.broker import Lease, StaleIncarnation
+from estr_jax.transport.calls import NoAnswer, open_channel, patiently, translated, until
+from estr_jax.transport.fetch import Membership
 from estr_jax.transport.security import Tls
-from estr_jax.transport.weights import assemble
 
 # Seconds until a call counts as unanswered, on top of the time that it was asked to wait.
 _CALL_S = 30.0
-_FETCH_S = 900.0
-# One call asks the learner to wait at most this long; a longer wait is several calls.
-_WAIT_S = 10.0
-# Between two calls that the learner answered early and empty because too many others wait.
-_PAUSE_S = 0.2
-_BACKOFF_S = (0.1, 2.0)  # first and largest
 _BEATS_PER_TIMEOUT = 5
-_NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 T = TypeVar("T")
 
 
 class Client:
-  """One sampler's connection. The calls may come from several threads.
+  """One sampler's connection; its weights come through a WeightSource. The calls may come from several threads.
 
   Every call but `join` raises StaleIncarnation once the learner restarted: drop the work in flight AND the weights
-  (the learner may have gone back to an older version), `join` again, and fetch anew with NO_VERSION.
+  (the learner may have gone back to an older version), `join` again, and fetch anew with the new membership.
   Every call raises UserError when the learner gave no answer for `patience_s` seconds, or refuses this sampler.
   """
 
@@ -50,26 +40,15 @@ class Client:
     token: str | None = None,
   ):
     """`description` has to equal the learner's. Raises UserError beyond loopback without TLS and token."""
-    security.require_safe(address, tls, token)
-    # A learner that restarts is found again soon, not after gRPC's own two minutes.
-    options = [
-      *security.MESSAGE_OPTIONS,
-      ("grpc.enable_http_proxy", 0),
-      ("grpc.initial_reconnect_backoff_ms", 200),
-      ("grpc.max_reconnect_backoff_ms", 2000),
-    ]
-    if tls is None:
-      self._channel = grpc.insecure_channel(address, options)
-    else:
-      self._channel = grpc.secure_channel(address, security.channel_credentials(tls), options)
+    self._channel = open_channel(address, tls, token)
     self._address = address
     self._name = name
     self._description = dict(description)
     self._patience_s = patience_s
     self._metadata = security.token_metadata(token)
     self._rollouts = pb_grpc.RolloutsStub(self._channel)
-    self._weights = pb_grpc.WeightChannelStub(self._channel)
     self._incarnation = ""
+    self._hosts: tuple[str, ...] = ()  # that serve weights, the one here first
     self._version, self._waited_s = NO_VERSION, 0.0
     self._beat_every_s = 0.0
     self._holding: set[int] = set()  # groups leased and not handed in
@@ -84,11 +63,11 @@ class Client:
     """Introduces this process, after StaleIncarnation again. Raises UserError, naming the key, where models differ."""
     request = pb.JoinRequest(sampler=self._name, pid=os.getpid(), description=self._description)
     with self._lease_lock:
-      reply = self._call(lambda: self._unary(self._rollouts.Join, request, _CALL_S), "leave to join")
+      reply = self._call(self._rollouts.Join, request, _CALL_S, "leave to join")
       with self._holding_lock:
         self._holding.clear()
       self._version = NO_VERSION  # weights of a former life of the learner count for nothing
-      self._incarnation = reply.incarnation
+      self._incarnation, self._hosts = reply.incarnation, (self._address, *reply.other_hosts)
       self._beat_every_s = reply.lease_timeout_s / _BEATS_PER_TIMEOUT
 
   def lease(self, max_groups: int, wait_s: float) -> Lease:
@@ -99,10 +78,10 @@ class Client:
         with self._holding_lock:
           holding = sorted(self._holding)
         request = pb.LeaseRequest(caller=self._caller(), max_groups=max_groups, wait_s=seconds, holding=holding)
-        reply = self._call(lambda: self._unary(self._rollouts.Lease, request, seconds + _CALL_S), "prompts")
+        reply = self._call(self._rollouts.Lease, request, seconds + _CALL_S, "prompts")
         return Lease(wire.groups_from_messages(reply.groups), reply.version, reply.finished)
 
-      lease = _until(wait_s, ask, lambda answer: bool(answer.groups) or answer.finished)
+      lease = until(wait_s, ask, lambda answer: bool(answer.groups) or answer.finished)
       with self._holding_lock:
         self._holding.update(prompts[0].group for prompts in lease.groups)
       return lease
@@ -111,20 +90,16 @@ class Client:
     """Hands in one finished group; the receipts are those of `Broker.put`. Raises ValueError on a malformed group."""
     messages = [wire.trajectory_to_message(trajectory) for trajectory in trajectories]
     request = pb.PutRequest(caller=self._caller(), trajectories=messages)
-    reply = self._call(lambda: self._unary(self._rollouts.Put, request, _CALL_S), "the receipt of a group")
+    reply = self._call(self._rollouts.Put, request, _CALL_S, "the receipt of a group")
     with self._holding_lock:
       self._holding.discard(trajectories[0].group)
     return reply.receipt
 
-  def fetch_weights(self, have_version: int, wait_s: float) -> Weights | None:
-    """The newest weights above `have_version` (NO_VERSION: any), params as nested numpy; None after `wait_s`."""
-
-    def ask(seconds: float) -> Weights | None:
-      request = pb.FetchRequest(caller=self._caller(), have_version=have_version, wait_s=seconds)
-      deadline_s = seconds + _FETCH_S
-      return self._call(lambda: assemble(self._unary(self._weights.Fetch, request, deadline_s)), "weights")
-
-    return _until(wait_s, ask, lambda answer: answer is not None)
+  def membership(self) -> Membership:
+    """What a WeightSource needs, in this process or in another one of the same sampler, until the next join."""
+    if not self._incarnation:
+      raise RuntimeError("join before the weights")
+    return Membership(self._name, self._incarnation, self._hosts)
 
   def holds(self, version: int, waited_s: float) -> None:
     """What every later call tells the learner: the version sampled with, and the seconds waited since the start."""
@@ -152,12 +127,9 @@ class Client:
       try:
         name, seconds = state()
         request = pb.BeatRequest(caller=self._caller(), state=name, seconds_in_state=seconds)
-        self._unary(self._rollouts.Beat, request, max(1.0, self._beat_every_s))
-      except grpc.RpcError as fault:
-        # ABORTED: the learner restarted, which the sampler's own calls find out; after its join beats count again.
-        if fault.code() not in (*_NO_ANSWER, grpc.StatusCode.ABORTED):
-          self._beat_fault = _translated(fault, "a beat")
-          return
+        self._unary(self._rollouts.Beat, request, max(1.0, self._beat_every_s), "a beat")
+      except (NoAnswer, StaleIncarnation):
+        pass  # after the join that the sampler's own calls lead to, beats count again
       except Exception as fault:
         self._beat_fault = fault
         return
@@ -166,55 +138,11 @@ class Client:
   def _caller(self) -> pb.Caller:
     return pb.Caller(sampler=self._name, incarnation=self._incarnation, version=self._version, waited_s=self._waited_s)
 
-  def _unary(self, method, request, deadline_s: float):
-    return method(request, timeout=deadline_s, metadata=self._metadata)
+  def _unary(self, method: Callable[..., T], request, deadline_s: float, what: str) -> T:
+    with translated(self._address, what):
+      return method(request, timeout=deadline_s, metadata=self._metadata)
 
-  def _call(self, call: Callable[[], T], what: str) -> T:
-    """Repeats `call` while nobody answers; every call of ours is safe to repeat."""
+  def _call(self, method: Callable[..., T], request, deadline_s: float, what: str) -> T:
     if self._beat_fault is not None:
       raise self._beat_fault
-    start = time.monotonic()
-    for pause_s in _pauses():
-      try:
-        return call()
-      except grpc.RpcError as fault:
-        if fault.code() not in _NO_ANSWER:
-          raise _translated(fault, what) from None
-      if time.monotonic() - start + pause_s > self._patience_s:
-        raise UserError(
-          f"no answer from the learner at {self._address} for {time.monotonic() - start:.0f} s while waiting for "
-          f"{what}; check that it runs, and that address and TLS settings are the same on both sides"
-        )
-      time.sleep(pause_s)
-    raise AssertionError("the pauses never end")
-
-
-def _pauses() -> Iterator[float]:
-  pause, largest = _BACKOFF_S
-  while True:
-    yield pause
-    pause = min(2 * pause, largest)
-
-
-def _until(wait_s: float, ask: Callable[[float], T], done: Callable[[T], bool]) -> T:
-  deadline = time.monotonic() + wait_s
-  while True:
-    asked_at = time.monotonic()
-    seconds = max(0.0, min(_WAIT_S, deadline - asked_at))
-    answer = ask(seconds)
-    now = time.monotonic()
-    if done(answer) or now >= deadline:
-      return answer
-    if now - asked_at < seconds:
-      time.sleep(min(_PAUSE_S, deadline - now))
-
-
-def _translated(fault: grpc.RpcError, what: str) -> Exception:
-  code, details = fault.code(), fault.details()
-  if code == grpc.StatusCode.ABORTED:
-    return StaleIncarnation(details)
-  if code == grpc.StatusCode.INVALID_ARGUMENT:
-    return ValueError(details)
-  if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
-    return UserError(details)
-  return RuntimeError(f"the learner failed while waiting for {what}: {code.name}: {details}")
+    return patiently(lambda: self._unary(method, request, deadline_s, what), what, self._patience_s)

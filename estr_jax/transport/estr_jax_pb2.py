@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!estr_jax/transport/estr_jax.proto\x12\x12\x65str_jax.transport\"Q\n\x06Prompt\x12\n\n\x02id\x18\x01 \x01(\x03\x12\r\n\x05group\x18\x02 \x01(\x03\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x0e\n\x06\x61nswer\x18\x04 \x01(\t\x12\x0c\n\x04task\x18\x05 \x01(\t\"\xef\x01\n\nTrajectory\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0c\n\x04mask\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x0c\x12\x0f\n\x07\x65ntropy\x18\x04 \x01(\x0c\x12\x0f\n\x07version\x18\x05 \x01(\x0c\x12\x0c\n\x04gini\x18\r \x01(\x0c\x12\x12\n\nvocabulary\x18\x0e \x01(\x0c\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x11\n\tprompt_id\x18\x07 \x01(\x03\x12\r\n\x05group\x18\x08 \x01(\x03\x12\x0c\n\x04task\x18\t \x01(\t\x12\x0e\n\x06\x66inish\x18\n \x01(\t\x12\r\n\x05turns\x18\x0b \x01(\x03\x12\x0f\n\x07seconds\x18\x0c \x01(\x01\"Q\n\x06\x43\x61ller\x12\x0f\n\x07sampler\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x10\n\x08waited_s\x18\x04 \x01(\x01\"\xa6\x01\n\x0bJoinRequest\x12\x0f\n\x07sampler\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x45\n\x0b\x64\x65scription\x18\x03 \x03(\x0b\x32\x30.estr_jax.transport.JoinRequest.DescriptionEntry\x1a\x32\n\x10\x44\x65scriptionEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"9\n\tJoinReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x17\n\x0flease_timeout_s\x18\x02 \x01(\x01\"o\n\x0cLeaseRequest\x12*\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1a.estr_jax.transport.Caller\x12\x12\n\nmax_groups\x18\x02 \x01(\x03\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\x12\x0f\n\x07holding\x18\x04 \x03(\x03\"4\n\x05Group\x12+\n\x07prompts\x18\x01 \x03(\x0b\x32\x1a.estr_jax.transport.Prompt\"Z\n\nLeaseReply\x12)\n\x06groups\x18\x01 \x03(\x0b\x32\x19.estr_jax.transport.Group\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"n\n\nPutRequest\x12*\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1a.estr_jax.transport.Caller\x12\x34\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x1e.estr_jax.transport.Trajectory\"\x1b\n\x08PutReply\x12\x0f\n\x07receipt\x18\x01 \x01(\t\"b\n\x0b\x42\x65\x61tRequest\x12*\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1a.estr_jax.transport.Caller\x12\r\n\x05state\x18\x02 \x01(\t\x12\x18\n\x10seconds_in_state\x18\x03 \x01(\x01\"\x0b\n\tBeatReply\"`\n\x0c\x46\x65tchRequest\x12*\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1a.estr_jax.transport.Caller\x12\x14\n\x0chave_version\x18\x02 \x01(\x03\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"C\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05\x63rc32\x18\x04 \x01(\x07\"]\n\x08Manifest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x03\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.estr_jax.transport.Tensor\"5\n\x05\x43hunk\x12\x0e\n\x06tensor\x18\x01 \x01(\x03\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"s\n\x0bWeightsPart\x12\x30\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.estr_jax.transport.ManifestH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.estr_jax.transport.ChunkH\x00\x42\x06\n\x04part2\xaa\x02\n\x08Rollouts\x12\x46\n\x04Join\x12\x1f.estr_jax.transport.JoinRequest\x1a\x1d.estr_jax.transport.JoinReply\x12I\n\x05Lease\x12 .estr_jax.transport.LeaseRequest\x1a\x1e.estr_jax.transport.LeaseReply\x12\x43\n\x03Put\x12\x1e.estr_jax.transport.PutRequest\x1a\x1c.estr_jax.transport.PutReply\x12\x46\n\x04\x42\x65\x61t\x12\x1f.estr_jax.transport.BeatRequest\x1a\x1d.estr_jax.transport.BeatReply2]\n\rWeightChannel\x12L\n\x05\x46\x65tch\x12 .estr_jax.transport.FetchRequest\x1a\x1f.estr_jax.transport.WeightsPart0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!estr_jax/transport/estr_jax.proto\x12\x12\x65str_jax.transport\"Q\n\x06Prompt\x12\n\n\x02id\x18\x01 \x01(\x03\x12\r\n\x05group\x18\x02 \x01(\x03\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x0e\n\x06\x61nswer\x18\x04 \x01(\t\x12\x0c\n\x04task\x18\x05 \x01(\t\"\xef\x01\n\nTrajectory\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0c\n\x04mask\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x0c\x12\x0f\n\x07\x65ntropy\x18\x04 \x01(\x0c\x12\x0f\n\x07version\x18\x05 \x01(\x0c\x12\x0c\n\x04gini\x18\r \x01(\x0c\x12\x12\n\nvocabulary\x18\x0e \x01(\x0c\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x11\n\tprompt_id\x18\x07 \x01(\x03\x12\r\n\x05group\x18\x08 \x01(\x03\x12\x0c\n\x04task\x18\t \x01(\t\x12\x0e\n\x06\x66inish\x18\n \x01(\t\x12\r\n\x05turns\x18\x0b \x01(\x03\x12\x0f\n\x07seconds\x18\x0c \x01(\x01\"Q\n\x06\x43\x61ller\x12\x0f\n\x07sampler\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x10\n\x08waited_s\x18\x04 \x01(\x01\"\xa6\x01\n\x0bJoinRequest\x12\x0f\n\x07sampler\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x45\n\x0b\x64\x65scription\x18\x03 \x03(\x0b\x32\x30.estr_jax.transport.JoinRequest.DescriptionEntry\x1a\x32\n\x10\x44\x65scriptionEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"N\n\tJoinReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x17\n\x0flease_timeout_s\x18\x02 \x01(\x01\x12\x13\n\x0bother_hosts\x18\x03 \x03(\t\"o\n\x0cLeaseRequest\x12*\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1a.estr_jax.transport.Caller\x12\x12\n\nmax_groups\x18\x02 \x01(\x03\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\x12\x0f\n\x07holding\x18\x04 \x03(\x03\"4\n\x05Group\x12+\n\x07prompts\x18\x01 \x03(\x0b\x32\x1a.estr_jax.transport.Prompt\"Z\n\nLeaseReply\x12)\n\x06groups\x18\x01 \x03(\x0b\x32\x19.estr_jax.transport.Group\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"n\n\nPutRequest\x12*\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1a.estr_jax.transport.Caller\x12\x34\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x1e.estr_jax.transport.Trajectory\"\x1b\n\x08PutReply\x12\x0f\n\x07receipt\x18\x01 \x01(\t\"b\n\x0b\x42\x65\x61tRequest\x12*\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1a.estr_jax.transport.Caller\x12\r\n\x05state\x18\x02 \x01(\t\x12\x18\n\x10seconds_in_state\x18\x03 \x01(\x01\"\x0b\n\tBeatReply\"B\n\x06Region\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05whole\x18\x02 \x03(\x03\x12\r\n\x05start\x18\x03 \x03(\x03\x12\x0c\n\x04stop\x18\x04 \x03(\x03\"\x9f\x01\n\x0c\x46\x65tchRequest\x12\x0f\n\x07sampler\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x05\x61\x62ove\x18\x03 \x01(\x03H\x00\x12\x11\n\x07\x65xactly\x18\x04 \x01(\x03H\x00\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\x12*\n\x06wanted\x18\x06 \x03(\x0b\x32\x1a.estr_jax.transport.RegionB\t\n\x07version\"%\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\"t\n\x08Manifest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12+\n\x07tensors\x18\x02 \x03(\x0b\x32\x1a.estr_jax.transport.Tensor\x12*\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x1a.estr_jax.transport.Region\"C\n\x05\x43hunk\x12\r\n\x05\x62lock\x18\x01 \x01(\x03\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x04 \x01(\x07\"s\n\x0bWeightsPart\x12\x30\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.estr_jax.transport.ManifestH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.estr_jax.transport.ChunkH\x00\x42\x06\n\x04part2\xaa\x02\n\x08Rollouts\x12\x46\n\x04Join\x12\x1f.estr_jax.transport.JoinRequest\x1a\x1d.estr_jax.transport.JoinReply\x12I\n\x05Lease\x12 .estr_jax.transport.LeaseRequest\x1a\x1e.estr_jax.transport.LeaseReply\x12\x43\n\x03Put\x12\x1e.estr_jax.transport.PutRequest\x1a\x1c.estr_jax.transport.PutReply\x12\x46\n\x04\x42\x65\x61t\x12\x1f.estr_jax.transport.BeatRequest\x1a\x1d.estr_jax.transport.BeatReply2]\n\rWeightChannel\x12L\n\x05\x46\x65tch\x12 .estr_jax.transport.FetchRequest\x1a\x1f.estr_jax.transport.WeightsPart0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,33 +44,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREQUEST_DESCRIPTIONENTRY']._serialized_start=582
   _globals['_JOINREQUEST_DESCRIPTIONENTRY']._serialized_end=632
   _globals['_JOINREPLY']._serialized_start=634
-  _globals['_JOINREPLY']._serialized_end=691
-  _globals['_LEASEREQUEST']._serialized_start=693
-  _globals['_LEASEREQUEST']._serialized_end=804
-  _globals['_GROUP']._serialized_start=806
-  _globals['_GROUP']._serialized_end=858
-  _globals['_LEASEREPLY']._serialized_start=860
-  _globals['_LEASEREPLY']._serialized_end=950
-  _globals['_PUTREQUEST']._serialized_start=952
-  _globals['_PUTREQUEST']._serialized_end=1062
-  _globals['_PUTREPLY']._serialized_start=1064
-  _globals['_PUTREPLY']._serialized_end=1091
-  _globals['_BEATREQUEST']._serialized_start=1093
-  _globals['_BEATREQUEST']._serialized_end=1191
-  _globals['_BEATREPLY']._serialized_start=1193
-  _globals['_BEATREPLY']._serialized_end=1204
-  _globals['_FETCHREQUEST']._serialized_start=1206
-  _globals['_FETCHREQUEST']._serialized_end=1302
-  _globals['_TENSOR']._serialized_start=1304
-  _globals['_TENSOR']._serialized_end=1371
-  _globals['_MANIFEST']._serialized_start=1373
-  _globals['_MANIFEST']._serialized_end=1466
-  _globals['_CHUNK']._serialized_start=1468
-  _globals['_CHUNK']._serialized_end=1521
-  _globals['_WEIGHTSPART']._serialized_start=1523
-  _globals['_WEIGHTSPART']._serialized_end=1638
-  _globals['_ROLLOUTS']._serialized_start=1641
-  _globals['_ROLLOUTS']._serialized_end=1939
-  _globals['_WEIGHTCHANNEL']._serialized_start=1941
-  _globals['_WEIGHTCHANNEL']._serialized_end=2034
+  _globals['_JOINREPLY']._serialized_end=712
+  _globals['_LEASEREQUEST']._serialized_start=714
+  _globals['_LEASEREQUEST']._serialized_end=825
+  _globals['_GROUP']._serialized_start=827
+  _globals['_GROUP']._serialized_end=879
+  _globals['_LEASEREPLY']._serialized_start=881
+  _globals['_LEASEREPLY']._serialized_end=971
+  _globals['_PUTREQUEST']._serialized_start=973
+  _globals['_PUTREQUEST']._serialized_end=1083
+  _globals['_PUTREPLY']._serialized_start=1085
+  _globals['_PUTREPLY']._serialized_end=1112
+  _globals['_BEATREQUEST']._serialized_start=1114
+  _globals['_BEATREQUEST']._serialized_end=1212
+  _globals['_BEATREPLY']._serialized_start=1214
+  _globals['_BEATREPLY']._serialized_end=1225
+  _globals['_REGION']._serialized_start=1227
+  _globals['_REGION']._serialized_end=1293
+  _globals['_FETCHREQUEST']._serialized_start=1296
+  _globals['_FETCHREQUEST']._serialized_end=1455
+  _globals['_TENSOR']._serialized_start=1457
+  _globals['_TENSOR']._serialized_end=1494
+  _globals['_MANIFEST']._serialized_start=1496
+  _globals['_MANIFEST']._serialized_end=1612
+  _globals['_CHUNK']._serialized_start=1614
+  _globals['_CHUNK']._serialized_end=1681
+  _globals['_WEIGHTSPART']._serialized_start=1683
+  _globals['_WEIGHTSPART']._serialized_end=1798
+  _globals['_ROLLOUTS']._serialized_start=1801
+  _globals['_ROLLOUTS']._serialized_end=2099
+  _globals['_WEIGHTCHANNEL']._serialized_start=2101
+  _globals['_WEIGHTCHANNEL']._serialized_end=2194
 # @@protoc_insertion_point(module_scope)

@@ -230,7 +230,8 @@ class Rollouts(object):
 
 
 class WeightChannelStub(object):
-    """Versioned weights out: a manifest, then the chunks of its tensors in order; no message at all where nothing is newer.
+    """Versioned weights out, from every learner host those that it holds: a manifest, then its blocks in chunks, in order;
+    no message at all where there is nothing to send yet.
     """
 
     def __init__(self, channel):
@@ -247,7 +248,8 @@ class WeightChannelStub(object):
 
 
 class WeightChannelServicer(object):
-    """Versioned weights out: a manifest, then the chunks of its tensors in order; no message at all where nothing is newer.
+    """Versioned weights out, from every learner host those that it holds: a manifest, then its blocks in chunks, in order;
+    no message at all where there is nothing to send yet.
     """
 
     def Fetch(self, request, context):
@@ -273,7 +275,8 @@ def add_WeightChannelServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightChannel(object):
-    """Versioned weights out: a manifest, then the chunks of its tensors in order; no message at all where nothing is newer.
+    """Versioned weights out, from every learner host those that it holds: a manifest, then its blocks in chunks, in order;
+    no message at all where there is nothing to send yet.
     """
 
     @staticmethod

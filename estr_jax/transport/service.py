@@ -1,11 +1,11 @@
-"""The learner's side of gRPC: the queue, the weight channel and the health service on one port."""
+"""The learner's side of gRPC: on each host one port with the weight channel and health, on the first the queue too."""
 
 import contextlib
 import dataclasses
 import hmac
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import TypeVar
 
@@ -17,15 +17,16 @@ from estr_jax.transport import estr_jax_pb2 as pb
 from estr_jax.transport import estr_jax_pb2_grpc as pb_grpc
 from estr_jax.transport import security, wire
 from estr_jax.transport.broker import Broker, Lease, StaleIncarnation
+from estr_jax.transport.regions import region_from_message
 from estr_jax.transport.security import Tls
-from estr_jax.transport.weights import WeightStore, stream
+from estr_jax.transport.weights import Snapshot, VersionGone, WeightStore
 
 # Threads of the pool, and how many of them may block in a wait or be busy with a stream of weights. The rest is always
 # free, so that a put, a beat or a health check never queues behind a sampler that has nothing to do.
 _THREADS, _WAITS, _STREAMS = 64, 40, 8
 # A blocked call looks this often whether its client or the server went away.
 _SLICE_S = 0.5
-_NAMES = ("estr_jax.transport.Rollouts", "estr_jax.transport.WeightChannel")
+_ROLLOUTS, _WEIGHTS = "estr_jax.transport.Rollouts", "estr_jax.transport.WeightChannel"
 
 T = TypeVar("T")
 
@@ -52,14 +53,45 @@ def serve(
   store: WeightStore,
   *,
   description: Mapping[str, str],
+  other_hosts: Sequence[str] = (),
   tls: Tls | None = None,
   token: str | None = None,
 ) -> Server:
-  """Starts the learner's services on `address` ("host:port"; port 0 picks a free one).
+  """Starts the services of the learner's first host on `address` ("host:port"; port 0 picks a free one).
 
-  `description` says flatly what the model is; a sampler whose own differs is refused at Join.
+  `description` says flatly what the model is; a sampler whose own differs is refused at Join. `other_hosts` are the
+  addresses, as samplers reach them, of the hosts that `serve_weights` of this `broker.incarnation`.
   Raises: UserError on a port in use, and beyond loopback without TLS and a token.
   """
+
+  def add(server: grpc.Server, waiter: _Waiter) -> None:
+    pb_grpc.add_RolloutsServicer_to_server(_Rollouts(broker, description, other_hosts, waiter), server)
+    # The learner may publish a version before it takes the next batch: what a sampler can hold is not the future.
+    channel = _WeightChannel(broker.incarnation, store, waiter, on_serve=broker.announce)
+    pb_grpc.add_WeightChannelServicer_to_server(channel, server)
+
+  return _start(address, add, (_ROLLOUTS, _WEIGHTS), tls, token)
+
+
+def serve_weights(
+  address: str, store: WeightStore, *, incarnation: str, tls: Tls | None = None, token: str | None = None
+) -> Server:
+  """Starts the services of another host of the learner; `incarnation` is that of the first host's broker."""
+
+  def add(server: grpc.Server, waiter: _Waiter) -> None:
+    channel = _WeightChannel(incarnation, store, waiter, on_serve=lambda version: None)
+    pb_grpc.add_WeightChannelServicer_to_server(channel, server)
+
+  return _start(address, add, (_WEIGHTS,), tls, token)
+
+
+def _start(
+  address: str,
+  add: Callable[[grpc.Server, "_Waiter"], None],
+  names: Sequence[str],
+  tls: Tls | None,
+  token: str | None,
+) -> Server:
   security.require_safe(address, tls, token)
   # Without SO_REUSEPORT a second learner on the same port fails instead of stealing half of the calls.
   options = [*security.MESSAGE_OPTIONS, ("grpc.so_reuseport", 0)]
@@ -67,9 +99,7 @@ def serve(
   pool = futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="transport")
   server = grpc.server(pool, interceptors=interceptors, options=options)
   stopping = threading.Event()
-  waiter = _Waiter(stopping)
-  pb_grpc.add_RolloutsServicer_to_server(_Rollouts(broker, description, waiter), server)
-  pb_grpc.add_WeightChannelServicer_to_server(_WeightChannel(broker, store, waiter), server)
+  add(server, _Waiter(stopping))
   servicer = health.HealthServicer()
   health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
   credentials = None if tls is None else security.server_credentials(tls)
@@ -81,7 +111,7 @@ def serve(
     pool.shutdown(wait=False)
     raise UserError(f"cannot listen on {address}: the port is in use or the host is not ours; choose another address")
   server.start()
-  for name in ("", *_NAMES):
+  for name in ("", *names):
     servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
   return Server(f"{address.rpartition(':')[0]}:{port}", server, servicer, stopping)
 
@@ -122,16 +152,21 @@ class _Waiter:
 
 
 class _Rollouts(pb_grpc.RolloutsServicer):
-  def __init__(self, broker: Broker, description: Mapping[str, str], waiter: _Waiter):
+  def __init__(self, broker: Broker, description: Mapping[str, str], other_hosts: Sequence[str], waiter: _Waiter):
     self._broker = broker
     self._description = dict(description)
+    self._other_hosts = tuple(other_hosts)
     self._waiter = waiter
 
   def Join(self, request, context):
     with _answering(context):
       _check_description(request.sampler, dict(request.description), self._description)
       self._broker.join(request.sampler, request.pid)
-      return pb.JoinReply(incarnation=self._broker.incarnation, lease_timeout_s=self._broker.lease_timeout_s)
+      return pb.JoinReply(
+        incarnation=self._broker.incarnation,
+        lease_timeout_s=self._broker.lease_timeout_s,
+        other_hosts=self._other_hosts,
+      )
 
   def Lease(self, request, context):
     with _answering(context):
@@ -159,27 +194,29 @@ class _Rollouts(pb_grpc.RolloutsServicer):
 
 
 class _WeightChannel(pb_grpc.WeightChannelServicer):
-  def __init__(self, broker: Broker, store: WeightStore, waiter: _Waiter):
-    self._broker = broker
+  def __init__(self, incarnation: str, store: WeightStore, waiter: _Waiter, on_serve: Callable[[int], None]):
+    self._incarnation = incarnation
     self._store = store
     self._waiter = waiter
+    self._on_serve = on_serve
 
   def Fetch(self, request, context):
     with _answering(context):
-      _hear(request.caller, self._broker)
-      snapshot = self._waiter.wait(
-        context,
-        request.wait_s,
-        lambda seconds: self._store.snapshot_newer(request.have_version, seconds),
-        lambda answer: answer is not None,
-      )
+      _check_incarnation(request.sampler, request.incarnation, self._incarnation)
+      wanted = [region_from_message(message) for message in request.wanted]
+
+      def ask(seconds: float) -> Snapshot | None:
+        if request.WhichOneof("version") == "exactly":
+          return self._store.exactly(request.exactly, seconds)
+        return self._store.newer(request.above, seconds)
+
+      snapshot = self._waiter.wait(context, request.wait_s, ask, lambda answer: answer is not None)
       if snapshot is None:
         return
       with self._waiter.streaming() as free:
         if free:
-          # The learner may publish a version before it takes the next batch: what a sampler can hold is not the future.
-          self._broker.announce(snapshot.version)
-          yield from stream(snapshot)
+          self._on_serve(snapshot.version)
+          yield from snapshot.stream(wanted)
 
 
 class _TokenCheck(grpc.ServerInterceptor):
@@ -206,6 +243,8 @@ def _answering(context: grpc.ServicerContext) -> Iterator[None]:
     yield
   except StaleIncarnation as fault:
     context.abort(grpc.StatusCode.ABORTED, str(fault))
+  except VersionGone as fault:
+    context.abort(grpc.StatusCode.NOT_FOUND, str(fault))
   except UserError as fault:
     context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(fault))
   except ValueError as fault:
@@ -213,9 +252,13 @@ def _answering(context: grpc.ServicerContext) -> Iterator[None]:
 
 
 def _hear(caller: pb.Caller, broker: Broker) -> None:
-  if caller.incarnation != broker.incarnation:
-    raise StaleIncarnation(f"the learner restarted; {caller.sampler} has to drop its work and join again")
+  _check_incarnation(caller.sampler, caller.incarnation, broker.incarnation)
   broker.hear(caller.sampler, caller.version, caller.waited_s)
+
+
+def _check_incarnation(sampler: str, theirs: str, ours: str) -> None:
+  if theirs != ours:
+    raise StaleIncarnation(f"the learner restarted; {sampler} has to drop its work and join again")
 
 
 def _check_description(sampler: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:

@@ -1,169 +1,178 @@
-"""Versioned weights: held on the learner's side, streamed as a manifest and chunks, assembled on the sampler's side.
+"""Versioned weights on a learner host: the pieces that it holds, and the stream of those that somebody wants.
 
-Tensors travel as raw little-endian bytes under numpy's or ml_dtypes' dtype name, so bfloat16 and float8 survive.
+No host holds or moves the whole model: over all hosts the pieces are a partition of the parameters. Numbers travel as
+raw little-endian bytes under numpy's or ml_dtypes' dtype name, so bfloat16 and float8 survive.
 """
 
-import math
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16") and the float8 names known
+import jax
 import numpy as np
 
-from estr_jax.structs import Weights
+from estr_jax.model.sharding import path_name
+from estr_jax.structs import NO_VERSION, Params
 from estr_jax.transport import estr_jax_pb2 as pb
+from estr_jax.transport.regions import Region, raw, region_at, region_to_message
 
 # Large enough for full loopback speed, far below any message limit.
 CHUNK_BYTES = 4 << 20
 
-Arrays = Mapping[str, np.ndarray]
+
+class VersionGone(Exception):
+  """The version that was asked for is not held any more: take the newest."""
+
+
+class Piece:
+  """A region that this host holds. It comes to the host's memory at the first use, once, and leaves the device then."""
+
+  def __init__(self, region: Region, data: jax.Array | np.ndarray):
+    """`data` must stay valid until it was used (no donated buffers)."""
+    self.region = region
+    self.dtype = np.dtype(data.dtype)
+    self._data = data
+    self._lock = threading.Lock()
+    self._checksums: dict[tuple[Region, int], int] = {}
+
+  def array(self) -> np.ndarray:
+    with self._lock:
+      self._data = np.asarray(self._data, order="C")
+      return self._data
+
+  def checksum(self, block: Region, offset: int, data: bytes) -> int:
+    """Of a chunk of a block of this piece; computed once, since several samplers ask for the same."""
+    key = (block, offset)
+    if key not in self._checksums:
+      self._checksums[key] = zlib.crc32(data)
+    return self._checksums[key]
+
+  def prefetch(self) -> None:
+    """Starts the way to the host, so that several devices' transfers overlap."""
+    with self._lock:
+      if isinstance(self._data, jax.Array):
+        self._data.copy_to_host_async()
+
+
+def pieces_of(params: Params) -> list[Piece]:
+  """What this process serves of device arrays: of every shard the first replica, where one of its devices has it."""
+  return [
+    Piece(region_at(path_name(path), leaf.shape, shard.index), shard.data)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    for shard in leaf.addressable_shards
+    if shard.replica_id == 0
+  ]
 
 
 class Snapshot:
-  """One version; its arrays are fetched at the first request, once, and its checksums are computed once."""
+  """This host's pieces of one version."""
 
-  def __init__(self, version: int, source: Arrays | Callable[[], Arrays]):
+  def __init__(self, version: int, pieces: Sequence[Piece]):
     self.version = version
-    self._source = source
-    self._lock = threading.Lock()
-    self._arrays: Arrays | None = None
-    self._manifest: pb.Manifest | None = None
+    self._pieces: dict[str, list[Piece]] = {}
+    for piece in pieces:
+      self._pieces.setdefault(piece.region.name, []).append(piece)
 
-  def arrays(self) -> Arrays:
-    with self._lock:
-      return self._fetched()
+  def stream(self, wanted: Sequence[Region]) -> Iterator[pb.WeightsPart]:
+    """A manifest of the blocks in which pieces and wanted regions meet, at once; then their chunks, block by block.
 
-  def manifest(self) -> pb.Manifest:
-    with self._lock:
-      arrays = self._fetched()
-      if self._manifest is None:
-        tensors = [
-          pb.Tensor(name=name, shape=array.shape, dtype=array.dtype.name, crc32=zlib.crc32(_flat_bytes(array)))
-          for name, array in arrays.items()
-        ]
-        total = sum(array.nbytes for array in arrays.values())
-        self._manifest = pb.Manifest(version=self.version, total_bytes=total, tensors=tensors)
-      return self._manifest
-
-  def _fetched(self) -> Arrays:
-    if self._arrays is None:
-      arrays = self._source() if callable(self._source) else self._source
-      self._arrays = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in arrays.items()}
-      self._source = self._arrays  # lets go of the device buffers that a callable holds
-    return self._arrays
+    Raises ValueError where a parameter has another shape here.
+    """
+    tensors, blocks = [], []
+    for name, regions in _by_name(wanted).items():
+      pieces = self._pieces.get(name, [])
+      if pieces:
+        tensors.append(pb.Tensor(name=name, dtype=pieces[0].dtype.name))
+      common = ((piece, piece.region.common(region)) for region in regions for piece in pieces)
+      blocks += [(piece, block) for piece, block in common if block is not None]
+    messages = [region_to_message(block) for _, block in blocks]
+    yield pb.WeightsPart(manifest=pb.Manifest(version=self.version, tensors=tensors, blocks=messages))
+    for piece, _ in blocks:
+      piece.prefetch()
+    for index, (piece, block) in enumerate(blocks):
+      offset = 0
+      for run in _runs(raw(piece.array())[block.within(piece.region)]):
+        data = run.tobytes()
+        checksum = piece.checksum(block, offset, data)
+        yield pb.WeightsPart(chunk=pb.Chunk(block=index, offset=offset, data=data, crc32=checksum))
+        offset += len(data)
 
 
 class WeightStore:
-  """Holds the newest version only. Thread-safe."""
+  """Holds the newest version, and the one before it where a sampler may have been told to fetch it. Thread-safe."""
 
-  def __init__(self):
+  def __init__(self, *, leads: bool = True):
+    """`leads`: this host tells samplers which version there is, so it knows whether the one before is asked for."""
     self._changed = threading.Condition()
-    self._newest: Snapshot | None = None
+    self._leads = leads
+    self._held: list[Snapshot] = []  # oldest first
+    self._named = NO_VERSION  # the newest that `newer` gave out
 
-  def publish(self, version: int, arrays: Arrays | Callable[[], Arrays]) -> None:
-    """Replaces the held version. A callable is called at most once, at the first request, on another thread: what it
-    reads must stay valid until then (no donated buffers). Raises ValueError on a version below the held one.
-    """
+  def publish(self, version: int, pieces: Sequence[Piece]) -> None:
+    """Adds the newest version; nothing is fetched yet. Raises ValueError on a version below the newest."""
     with self._changed:
-      if self._newest is not None and version < self._newest.version:
-        raise ValueError(f"version {version} is below {self._newest.version}, which is published")
-      self._newest = Snapshot(version, arrays)
+      if self._held and version < self._held[-1].version:
+        raise ValueError(f"version {version} is below {self._held[-1].version}, which is published")
+      # One that was never fetched still fills the devices' memory.
+      before = [one for one in self._held[-1:] if not self._leads or one.version == self._named]
+      self._held = [*(one for one in before if one.version < version), Snapshot(version, pieces)]
       self._changed.notify_all()
 
-  def snapshot_newer(self, have: int, wait_s: float) -> Snapshot | None:
-    """The newest weights where their version is above `have`, not fetched yet; None after `wait_s` seconds."""
+  def newer(self, than: int, wait_s: float) -> Snapshot | None:
+    """The newest weights where their version is above `than`; None after `wait_s` seconds."""
+
+    def look() -> Snapshot | None:
+      newest = self._held[-1]
+      if newest.version <= than:
+        return None
+      self._named = newest.version
+      return newest
+
+    return self._wait(look, wait_s)
+
+  def exactly(self, version: int, wait_s: float) -> Snapshot | None:
+    """The weights of `version`; None where they are still to come after `wait_s` seconds. Raises VersionGone."""
+
+    def look() -> Snapshot | None:
+      held = {snapshot.version: snapshot for snapshot in self._held}
+      if version not in held and version < max(held):
+        raise VersionGone(f"version {version} of the weights is gone; this host holds {sorted(held)}")
+      return held.get(version)
+
+    return self._wait(look, wait_s)
+
+  def _wait(self, look: Callable[[], Snapshot | None], wait_s: float) -> Snapshot | None:
     deadline = time.monotonic() + wait_s
     with self._changed:
-      while self._newest is None or self._newest.version <= have:
+      while True:
+        found = look() if self._held else None
         left = deadline - time.monotonic()
-        if left <= 0:
-          return None
+        if found is not None or left <= 0:
+          return found
         self._changed.wait(left)
-      return self._newest
 
 
-def stream(snapshot: Snapshot) -> Iterator[pb.WeightsPart]:
-  """The manifest, then each tensor's chunks in order."""
-  yield pb.WeightsPart(manifest=snapshot.manifest())
-  for index, array in enumerate(snapshot.arrays().values()):
-    flat = _flat_bytes(array)
-    for offset in range(0, len(flat), CHUNK_BYTES):
-      data = flat[offset : offset + CHUNK_BYTES].tobytes()
-      yield pb.WeightsPart(chunk=pb.Chunk(tensor=index, offset=offset, data=data))
+def _by_name(wanted: Sequence[Region]) -> dict[str, list[Region]]:
+  named: dict[str, list[Region]] = {}
+  for region in wanted:
+    named.setdefault(region.name, []).append(region)
+  return named
 
 
-def assemble(parts: Iterable[pb.WeightsPart]) -> Weights | None:
-  """Fills preallocated arrays from a stream; None for an empty stream.
+def _runs(array: np.ndarray) -> Iterator[np.ndarray]:
+  """Consecutive parts of an array in C order, each whole rows along one axis and at most CHUNK_BYTES (or an element).
 
-  Returns: the weights, params as a nested dict of numpy arrays.
-  Raises: ValueError where a chunk is missing, out of place or damaged, naming the tensor.
+  A part is copied when it is sent, so a cut across the rows of a piece is never held as a whole.
   """
-  parts = iter(parts)
-  first = next(parts, None)
-  if first is None:
-    return None
-  if first.WhichOneof("part") != "manifest":
-    raise ValueError("the stream of weights does not begin with its manifest")
-  manifest = first.manifest
-  arrays = [np.empty(tuple(tensor.shape), np.dtype(tensor.dtype)) for tensor in manifest.tensors]
-  held = sum(array.nbytes for array in arrays)
-  if held != manifest.total_bytes:
-    raise ValueError(f"the tensors of version {manifest.version} hold {held} bytes, not {manifest.total_bytes}")
-  filled = [0] * len(arrays)
-  for part in parts:
-    chunk = part.chunk
-    if part.WhichOneof("part") != "chunk" or not 0 <= chunk.tensor < len(arrays):
-      raise ValueError(f"a part of version {manifest.version} belongs to no tensor of its manifest")
-    flat, end = _flat_bytes(arrays[chunk.tensor]), chunk.offset + len(chunk.data)
-    if chunk.offset != filled[chunk.tensor] or end > len(flat):
-      name = manifest.tensors[chunk.tensor].name
-      raise ValueError(f"{name}: bytes {chunk.offset}..{end} after {filled[chunk.tensor]} of {len(flat)}")
-    flat[chunk.offset : end] = np.frombuffer(chunk.data, np.uint8)
-    filled[chunk.tensor] = end
-  for tensor, array, size in zip(manifest.tensors, arrays, filled, strict=True):
-    if size != array.nbytes:
-      raise ValueError(f"{tensor.name}: {size} of {array.nbytes} bytes arrived")
-    if zlib.crc32(_flat_bytes(array)) != tensor.crc32:
-      raise ValueError(f"{tensor.name}: the checksum of version {manifest.version} differs")
-  return Weights(
-    manifest.version, unflatten({t.name: array for t, array in zip(manifest.tensors, arrays, strict=True)})
-  )
-
-
-def flatten(params: Mapping[str, Any]) -> dict[str, Any]:
-  """A nested dict as {"a/b/c": leaf}. Raises ValueError where the way back would differ: a key that is no string or
-  holds a slash, an empty dict.
-  """
-  flat = {}
-  for key, value in params.items():
-    if not isinstance(key, str) or "/" in key:
-      raise ValueError(f"parameter key {key!r} is no string without a slash")
-    if not isinstance(value, Mapping):
-      flat[key] = value
-    elif value:
-      flat.update({f"{key}/{path}": leaf for path, leaf in flatten(value).items()})
-    else:
-      raise ValueError(f"parameter key {key!r} holds an empty dict")
-  return flat
-
-
-def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """The inverse of `flatten`."""
-  params: dict[str, Any] = {}
-  for path, leaf in flat.items():
-    *parents, name = path.split("/")
-    node = params
-    for parent in parents:
-      node = node.setdefault(parent, {})
-    node[name] = leaf
-  return params
-
-
-def _flat_bytes(array: np.ndarray) -> np.ndarray:
-  """The bytes of a C-contiguous array, as a view: u8 [nbytes]."""
-  if math.prod(array.shape) == 0:
-    return np.empty(0, np.uint8)
-  return array.reshape(-1).view(np.uint8)
+  if array.nbytes <= CHUNK_BYTES or array.ndim == 0:
+    yield array
+    return
+  row_bytes = array.nbytes // len(array)
+  if array.ndim > 1 and row_bytes > CHUNK_BYTES:
+    for row in array:
+      yield from _runs(row)
+    return
+  rows = max(1, CHUNK_BYTES // row_bytes)
+  for first in range(0, len(array), rows):
+    yield array[first : first + rows]

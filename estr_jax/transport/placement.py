@@ -1,0 +1,41 @@
+"""Between parameters on a mesh and the regions of this process: what its devices need, and how it gets there."""
+
+import jax
+import numpy as np
+
+from estr_jax.model.sharding import path_name
+from estr_jax.structs import Params
+from estr_jax.transport.receive import Blocks
+from estr_jax.transport.regions import Region, region_at
+
+
+def wanted_by(abstract: Params) -> list[Region]:
+  """Every region that a device of this process needs, once; leaves are ShapeDtypeStructs with a sharding."""
+  regions = (
+    region_at(path_name(path), leaf.shape, index)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
+    for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+  )
+  return list(dict.fromkeys(regions))
+
+
+def placed(abstract: Params, blocks: Blocks) -> Params:
+  """The arrays that `abstract` describes, from the blocks of `wanted_by(abstract)`; empties `blocks` on its way.
+
+  Every process of the mesh makes its own part of the same arrays. A block in another type is converted here, so that
+  beside the blocks at most one parameter's part lies in the host's memory.
+  """
+
+  def place(path, leaf) -> jax.Array:
+    name = path_name(path)
+    ready: Blocks = {}
+
+    def part(index) -> np.ndarray:
+      region = region_at(name, leaf.shape, index)
+      if region not in ready:  # several devices may hold the same
+        ready[region] = np.asarray(blocks.pop(region), leaf.dtype)
+      return ready[region]
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part, dtype=leaf.dtype)
+
+  return jax.tree_util.tree_map_with_path(place, abstract)
