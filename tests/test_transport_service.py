@@ -331,9 +331,9 @@ def test_the_health_service_serves_while_every_wait_is_taken(pair, monkeypatch):
 def test_stop_does_not_wait_for_blocked_calls():
   """Fails if a sampler that waits for weights keeps the learner's process alive."""
   pair = Pair()
-  client = pair.client(patience_s=0.2)
+  client = pair.client()
   client.join()
-  source = pair.source(client)
+  source = pair.source(client, patience_s=0.2)
   outcome = []
 
   def wait():
