@@ -151,8 +151,11 @@ def get_config() -> ConfigDict:
   c.sampling.top_k = 0  # 0 is off; anything else is refused for training
   # log mu of the whole vocabulary travels with every token: for vocabularies of up to 1,024, and what asks for it.
   c.sampling.record_vocabulary = False
+  # Of a mixture of experts: a token's experts travel with it, layers x experts_per_token bytes, and the learner takes
+  # them in place of its own routers' choice, which rounding and new weights move elsewhere.
+  c.sampling.record_routing = False
   c.sampling.rebuild_cache = False  # recompute the keys of unfinished sequences when new weights arrive
-  # Of a sampler of mode async, over its own devices; who samples in the learner's process does it on the learner's mesh.
+  # Of a sampler of mode async, over its own devices; who samples in the learner's process does it on its mesh.
   c.sampling.mesh = _mesh()
 
   c.staleness = ConfigDict()

@@ -1,7 +1,7 @@
 """The records that cross a room's border.
 
 Shape legend: B sequences, T tokens, V vocabulary, G groups in a batch, N samples of a group, D model width,
-S sampler slots, L layers.
+S sampler slots, L layers, k experts a token.
 
 Alignment, everywhere: index t of a token-aligned array speaks of token t itself, so `logprob[t]` is
 log mu(tokens[t] | tokens[:t]). Entropies and log-probs are in nats. A version is the number of optimizer
@@ -18,6 +18,7 @@ import numpy as np
 Params = Any  # a nested dict of arrays
 
 NO_VERSION = -1  # the version of a token that no policy sampled
+NO_EXPERT = 255  # where no router's choice was recorded: experts are u8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,9 @@ class Trajectory:
   turns: int  # how often the policy was given the word
   seconds: float  # from admission to a slot until the end
   vocabulary: np.ndarray | None = None  # f32 [T, V]; log mu of the whole vocabulary, 0 where not mask; if asked for
+  # u8 [T, L, k], if asked for: the experts that the sampler's routers gave each token as an input, prompt included;
+  # NO_EXPERT where it never was one, as the last token.
+  experts: np.ndarray | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +77,7 @@ class Batch:
   proximal: jax.Array | None = None  # f32 [B, T]; log q, recomputed by the learner before its update
   reference: jax.Array | None = None  # f32 [B, T]; log-prob under the weights of version 0
   vocabulary: jax.Array | None = None  # f32 [B, T, V]; log mu of the whole vocabulary, where it was recorded
+  experts: jax.Array | None = None  # u8 [B, T, L, k]; as of a Trajectory, where they were recorded
 
 
 class Scores(NamedTuple):

@@ -21,7 +21,7 @@ from estr_jax.observe.terminal import View
 from estr_jax.runtime.evaluation import Evaluator
 from estr_jax.runtime.learner_loop import Calibration, Learner, Schedule
 from estr_jax.sampler.engine import Engine, Sampling
-from estr_jax.structs import Params, TrainState
+from estr_jax.structs import NO_EXPERT, Params, TrainState
 from estr_jax.tasks import TASKS
 from estr_jax.tasks.prompts import PromptStream
 from estr_jax.tasks.task import Task
@@ -84,6 +84,11 @@ def model_of(config: ConfigDict, tokenizer: Tokenizer | None) -> DecoderConfig:
       f"sampling.record_vocabulary=True records {model.vocab_size} numbers a token of this model; it is meant for "
       f"vocabularies of at most {_RECORDED_VOCABULARY}"
     )
+  if config.sampling.record_routing and not 0 < model.experts <= NO_EXPERT:
+    raise UserError(
+      f"sampling.record_routing=True needs a model with 1 to {NO_EXPERT} experts and this one has {model.experts}; "
+      "set it to False"
+    )
   return model
 
 
@@ -97,6 +102,7 @@ def description(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer) 
     "sampling.temperature": str(config.sampling.temperature),
     "sampling.context": str(config.sampling.context),
     "sampling.record_vocabulary": str(config.sampling.record_vocabulary),
+    "sampling.record_routing": str(config.sampling.record_routing),
   }
 
 
@@ -113,7 +119,8 @@ def stream_of(config: ConfigDict, tokenizer: Tokenizer) -> PromptStream:
 
 def engine_of(config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer, mesh: Mesh) -> Engine:
   s = config.sampling
-  sampling = Sampling(s.slots, s.context, s.chunk, s.temperature, s.rebuild_cache, s.record_vocabulary)
+  recorded = s.record_vocabulary, s.record_routing
+  sampling = Sampling(s.slots, s.context, s.chunk, s.temperature, s.rebuild_cache, *recorded)
   return Engine(model, task_of(config), tokenizer, sampling, key(config, _SAMPLING), mesh=mesh)
 
 
@@ -126,7 +133,15 @@ def evaluator_of(
     task_of(config),
     tokenizer,
     stream.heldout(max(config.eval.prompts, config.eval.every_prompts)),
-    Sampling(config.eval.slots, s.context, s.chunk, s.temperature, rebuild_cache=False, record_vocabulary=False),
+    Sampling(
+      config.eval.slots,
+      s.context,
+      s.chunk,
+      s.temperature,
+      rebuild_cache=False,
+      record_vocabulary=False,
+      record_routing=False,
+    ),
     key(config, _EVALUATION),
     mesh,
   )

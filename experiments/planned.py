@@ -40,7 +40,7 @@ def job_of(config: ConfigDict, role: str, devices: Sequence[jax.Device]) -> Job:
     traced = programs.trace_decode(
       model,
       programs.abstract_weights(model, mesh, dtype),
-      programs.abstract_slots(model, slots, length, mesh),
+      programs.abstract_slots(model, slots, length, mesh, record_routing=config.sampling.record_routing),
       mesh,
       temperature=config.sampling.temperature,
       steps=config.sampling.chunk,
@@ -51,7 +51,14 @@ def job_of(config: ConfigDict, role: str, devices: Sequence[jax.Device]) -> Job:
   update = assembly.update_of(config, model, mesh)
   rows = config.batch.groups * config.batch.group_size
   vocabulary = model.vocab_size if config.sampling.record_vocabulary else None
-  batch = programs.abstract_batch(rows, length, mesh, anchors=frozenset(update.learner.anchors), vocabulary=vocabulary)
+  batch = programs.abstract_batch(
+    rows,
+    length,
+    mesh,
+    anchors=frozenset(update.learner.anchors),
+    vocabulary=vocabulary,
+    experts=(model.layers, model.experts_per_token) if config.sampling.record_routing else None,
+  )
   traced = update.learner.train_step.trace(update.abstract, batch, update.learner.hyper)
   what = f"{rows} rows of {length} tokens in {config.batch.microbatches} microbatches, remat {config.model.remat}"
   return Job(traced, mesh, rows * length, roofline.train_flops(model, rows, length), what)

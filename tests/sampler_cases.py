@@ -1,5 +1,7 @@
 """A small multi-turn world for the sampler's tests: a random decoder says "x" now and then, and is answered."""
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -24,6 +26,7 @@ MODEL = decoder.DecoderConfig(
   qk_norm=True,
   tied_head=False,
 )
+SPARSE = dataclasses.replace(MODEL, experts=4, experts_per_token=2, expert_mlp_width=8, norm_topk_prob=True)
 KEY = jax.random.key(7)
 CONTEXT = 24
 
@@ -45,9 +48,9 @@ TASK = Task(
 )
 
 
-def weights(version: int) -> Weights:
+def weights(version: int, model=MODEL) -> Weights:
   """Random parameters, much larger than at initialisation, so that entropies differ from token to token."""
-  params = decoder.init(MODEL, jax.random.key(100 + version))
+  params = decoder.init(model, jax.random.key(100 + version))
   return Weights(version, jax.tree.map(lambda leaf: leaf * (12.0 if leaf.ndim > 2 else 1.0), params))
 
 
@@ -60,10 +63,19 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def engine(
-  *, slots=4, chunk=3, temperature=1.0, greedy=(), rebuild_cache=False, context=CONTEXT, record_vocabulary=False
+  *,
+  model=MODEL,
+  slots=4,
+  chunk=3,
+  temperature=1.0,
+  greedy=(),
+  rebuild_cache=False,
+  context=CONTEXT,
+  record_vocabulary=False,
+  record_routing=False,
 ) -> Engine:
-  sampling = Sampling(slots, context, chunk, temperature, rebuild_cache, record_vocabulary)
-  return Engine(MODEL, TASK, TOKENIZER, sampling, KEY, greedy=greedy)
+  sampling = Sampling(slots, context, chunk, temperature, rebuild_cache, record_vocabulary, record_routing)
+  return Engine(model, TASK, TOKENIZER, sampling, KEY, greedy=greedy)
 
 
 def run(engine: Engine, prompts, weights_at) -> list:

@@ -76,7 +76,7 @@ def test_a_stop_string_of_several_tokens_is_refused():
   """Fails if only the first token of a stop string would stop."""
   task = dataclasses.replace(TASK, stop=("ab",))
   with pytest.raises(UserError, match="single tokens"):
-    Engine(MODEL, task, TOKENIZER, Sampling(2, 8, 2, 1.0, False, False), KEY)
+    Engine(MODEL, task, TOKENIZER, Sampling(2, 8, 2, 1.0, False, False, False), KEY)
 
 
 def test_dropped_work_leaves_free_slots_and_no_trace(versions):

@@ -32,17 +32,18 @@ places = shardings(versions[0].params, mesh)
 sharded = [Weights(w.version, jax.device_put(w.params, places)) for w in versions]
 found = {}
 for name, mesh_or_none, source in (("one", None, versions), ("eight", mesh, sharded)):
-  sampling = Sampling(4, CONTEXT, 3, 1.0, True, False)
+  sampling = Sampling(4, CONTEXT, 3, 1.0, True, False, True)
   engine = Engine(model, TASK, tokenizer, sampling, KEY, mesh=mesh_or_none)
   found[name] = run(engine, short, lambda chunk: source[int(chunk > 2)])
 far = max(float(np.abs(a.logprob - b.logprob).max()) for a, b in zip(found["one"], found["eight"]))
-same = [np.array_equal(a.tokens, b.tokens) and np.array_equal(a.version, b.version) for a, b in zip(*found.values())]
+names = ("tokens", "version", "experts")
+same = [all(np.array_equal(getattr(a, n), getattr(b, n)) for n in names) for a, b in zip(*found.values())]
 print(json.dumps([len(same), all(same), far, len({t.version[t.mask].max() for t in found["one"]})]))
 """
 
 
 def test_one_device_equals_eight():
-  """Fails if a slot's keys go to another device's slot, or new weights do not reach every device."""
+  """Fails if a slot's keys or experts go to another device's slot, or new weights do not reach every device."""
   env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
   env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
   done = subprocess.run([sys.executable, "-c", _EIGHT], env=env, capture_output=True, text=True, timeout=280)

@@ -15,13 +15,20 @@ STOP_IDS = 8  # tokens that end a turn; their number hardly matters
 
 
 def abstract_batch(
-  rows: int, length: int, mesh: Mesh, *, anchors: frozenset[str] = frozenset(), vocabulary: int | None = None
+  rows: int,
+  length: int,
+  mesh: Mesh,
+  *,
+  anchors: frozenset[str] = frozenset(),
+  vocabulary: int | None = None,
+  experts: tuple[int, int] | None = None,
 ) -> Batch:
   """A batch [rows, length] placed on a mesh, without its arrays.
 
   Args:
     anchors: which of "proximal" and "reference" are there.
     vocabulary: its size, where the whole distribution is recorded.
+    experts: (layers, experts a token), where the routing is recorded.
   """
   place, grid = NamedSharding(mesh, BATCH_SPEC), (rows, length)
 
@@ -42,6 +49,7 @@ def abstract_batch(
     proximal=of("float32") if "proximal" in anchors else None,
     reference=of("float32") if "reference" in anchors else None,
     vocabulary=of("float32", vocabulary) if vocabulary else None,
+    experts=of("uint8", *experts) if experts else None,
   )
 
 
@@ -53,9 +61,10 @@ def abstract_weights(model: DecoderConfig, mesh: Mesh, dtype: str) -> Params:
   )
 
 
-def abstract_slots(model: DecoderConfig, slots: int, context: int, mesh: Mesh) -> decode.Slots:
+def abstract_slots(model: DecoderConfig, slots: int, context: int, mesh: Mesh, *, record_routing: bool) -> decode.Slots:
   """What `decode.empty` makes, as it lies."""
-  state = jax.eval_shape(lambda: decode.empty(model, slots, context, record_vocabulary=False))
+  recorded = {"record_vocabulary": False, "record_routing": record_routing}
+  state = jax.eval_shape(lambda: decode.empty(model, slots, context, **recorded))
   return jax.tree.map(
     lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state, decode.places(state, mesh)
   )

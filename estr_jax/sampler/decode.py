@@ -14,9 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from estr_jax.model import decoder
+from estr_jax.model.moe import Routed
 from estr_jax.model.sharding import BATCH_AXES
 from estr_jax.objective import scoring
-from estr_jax.structs import NO_VERSION, Params
+from estr_jax.structs import NO_EXPERT, NO_VERSION, Params
 
 NO_LIMIT = 2**30  # policy tokens
 
@@ -32,6 +33,7 @@ class Slots:
   entropy: jax.Array  # f32 [S, T], nats
   gini: jax.Array  # f32 [S, T]
   vocabulary: jax.Array | None  # f32 [S, T, V]; log mu of every token, where it is recorded
+  experts: jax.Array | None  # u8 [S, T, L, k]; the routers' choice for every input token, where it is recorded
   version: jax.Array  # i32 [S, T]
   length: jax.Array  # i32 [S]; tokens present
   sampled: jax.Array  # i32 [S]; policy tokens among them
@@ -58,12 +60,21 @@ def _placed(slots: Slots, mesh: Mesh | None) -> Slots:
   return slots if mesh is None else jax.lax.with_sharding_constraint(slots, places(slots, mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "slots", "context", "record_vocabulary", "mesh"))
+@functools.partial(
+  jax.jit, static_argnames=("config", "slots", "context", "record_vocabulary", "record_routing", "mesh")
+)
 def empty(
-  config: decoder.DecoderConfig, slots: int, context: int, *, record_vocabulary: bool, mesh: Mesh | None = None
+  config: decoder.DecoderConfig,
+  slots: int,
+  context: int,
+  *,
+  record_vocabulary: bool,
+  record_routing: bool,
+  mesh: Mesh | None = None,
 ) -> Slots:
-  """No sequence yet. On a mesh `slots` has to be a multiple of `batch_shards(mesh)`."""
+  """No sequence yet. On a mesh `slots` has to be a multiple of `batch_shards(mesh)`; routing is that of experts."""
   rows, grid = (slots,), (slots, context)
+  choices = (*grid, config.layers, config.experts_per_token)
   state = Slots(
     cache=decoder.empty_cache(config, slots, context),
     tokens=jnp.zeros(grid, jnp.int32),
@@ -72,6 +83,7 @@ def empty(
     entropy=jnp.zeros(grid, jnp.float32),
     gini=jnp.zeros(grid, jnp.float32),
     vocabulary=jnp.zeros((*grid, config.vocab_size), jnp.float32) if record_vocabulary else None,
+    experts=jnp.full(choices, NO_EXPERT, jnp.uint8) if record_routing else None,
     version=jnp.full(grid, NO_VERSION, jnp.int32),
     length=jnp.zeros(rows, jnp.int32),
     sampled=jnp.zeros(rows, jnp.int32),
@@ -80,6 +92,13 @@ def empty(
     live=jnp.zeros(rows, bool),
   )
   return _placed(state, mesh)
+
+
+def _record_experts(experts_STLk: jax.Array, rows_R: jax.Array, position_RC: jax.Array, routed: Routed) -> jax.Array:
+  """Puts the choices for the input tokens at their positions; -1 is a token that is not there."""
+  column_RC = jnp.where(position_RC >= 0, position_RC, experts_STLk.shape[1])
+  chosen_RCLk = jnp.moveaxis(routed.experts, 0, 2).astype(jnp.uint8)
+  return experts_STLk.at[rows_R[:, None], column_RC].set(chosen_RCLk, mode="drop")
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="slots")
@@ -119,13 +138,17 @@ def feed(
   last_R = slots.tokens.at[rows_R, start_R - 1].get(mode="clip")
   input_RC = jnp.concatenate([last_R[:, None], tokens_RC[:, :-1]], axis=1)
   position_RC = jnp.where(there_RC, start_R[:, None] - 1 + column_C, -1)
-  _, cache = decoder.extend(config, params, input_RC, position_RC, rows_R, slots.cache, mesh=mesh)
+  _, cache, routed = decoder.extend_routed(config, params, input_RC, position_RC, rows_R, slots.cache, mesh=mesh)
 
   index = (rows_R[:, None], jnp.where(there_RC, start_R[:, None] + column_C, outside))
   fresh_rows = jnp.where(fresh_R, rows_R, slots.length.shape[0])
   vocabulary = slots.vocabulary
   if vocabulary is not None:
     vocabulary = vocabulary.at[fresh_rows].set(0.0, mode="drop")
+  experts = slots.experts
+  if experts is not None:
+    experts = experts.at[fresh_rows].set(NO_EXPERT, mode="drop")
+    experts = _record_experts(experts, rows_R, position_RC, routed)
   fed = slots.replace(
     cache=cache,
     tokens=slots.tokens.at[index].set(tokens_RC, mode="drop"),
@@ -134,6 +157,7 @@ def feed(
     entropy=slots.entropy.at[fresh_rows].set(0.0, mode="drop"),
     gini=slots.gini.at[fresh_rows].set(0.0, mode="drop"),
     vocabulary=vocabulary,
+    experts=experts,
     version=slots.version.at[fresh_rows].set(NO_VERSION, mode="drop"),
     length=slots.length.at[rows_R].set(start_R + count_R, mode="drop"),
     sampled=slots.sampled.at[fresh_rows].set(0, mode="drop"),
@@ -222,7 +246,7 @@ def decode(
     position_S = jnp.where(active_S, slots.length - 1, -1)
     last_S = slots.tokens[rows_S, jnp.maximum(position_S, 0)]
     inputs = (last_S[:, None], position_S[:, None], rows_S, slots.cache)
-    hidden, cache = decoder.extend(config, params, *inputs, mesh=mesh)
+    hidden, cache, routed = decoder.extend_routed(config, params, *inputs, mesh=mesh)
     logits_SV = scoring.logits(hidden[:, 0], head_DV)
     draw = jax.vmap(lambda k, p, row: jax.random.categorical(jax.random.fold_in(k, p), row / temperature))
     drawn_S = draw(key_S, slots.length, logits_SV)
@@ -234,6 +258,9 @@ def decode(
     if vocabulary is not None:
       log_mu_SV = scoring.score_vocabulary(logits_SV, temperature=temperature)
       vocabulary = vocabulary.at[index].set(log_mu_SV, mode="drop")
+    experts = slots.experts
+    if experts is not None:
+      experts = _record_experts(experts, rows_S, position_S[:, None], routed)
     length_S = slots.length + active_S
     ended_S = jnp.isin(token_S, stop_ids) | (length_S >= T)
     stepped = slots.replace(
@@ -244,6 +271,7 @@ def decode(
       entropy=slots.entropy.at[index].set(scores.entropy, mode="drop"),
       gini=slots.gini.at[index].set(scores.gini, mode="drop"),
       vocabulary=vocabulary,
+      experts=experts,
       version=slots.version.at[index].set(version, mode="drop"),
       length=length_S,
       sampled=slots.sampled + active_S,
@@ -255,12 +283,15 @@ def decode(
     count, slots = carry
     return (count < steps) & jnp.any(moving(slots))
 
-  return jax.lax.while_loop(unfinished, step, (0, slots))[1]
+  return _placed(jax.lax.while_loop(unfinished, step, (0, slots))[1], mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="slots")
 def rebuild(config: decoder.DecoderConfig, params: Params, slots: Slots, *, mesh: Mesh | None = None) -> Slots:
-  """Recomputes every slot's keys and values under new weights."""
+  """Recomputes every slot's keys and values under new weights.
+
+  The recorded experts stay: like the log-probs, they are those of the policy that sampled.
+  """
   S, T = slots.tokens.shape
   position_ST = jnp.where(jnp.arange(T) < slots.length[:, None] - 1, jnp.arange(T), -1)
   _, cache = decoder.extend(config, params, slots.tokens, position_ST, jnp.arange(S), slots.cache, mesh=mesh)
@@ -273,7 +304,7 @@ def read(slots: Slots, rows_R: jax.Array, *, mesh: Mesh | None = None) -> dict[s
 
   On a mesh it is everywhere, so that every host of it can read it.
   """
-  names = ("tokens", "mask", "logprob", "entropy", "gini", "version", "vocabulary")
+  names = ("tokens", "mask", "logprob", "entropy", "gini", "version", "vocabulary", "experts")
   arrays = {name: getattr(slots, name) for name in names if getattr(slots, name) is not None}
   record = {name: array.at[rows_R].get(mode="clip") for name, array in arrays.items()}
   return record if mesh is None else jax.lax.with_sharding_constraint(record, NamedSharding(mesh, P()))

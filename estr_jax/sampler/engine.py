@@ -33,6 +33,7 @@ class Sampling:
   temperature: float
   rebuild_cache: bool  # recompute the keys of unfinished sequences when the weights change, or keep the old ones
   record_vocabulary: bool  # every token's whole distribution, for small vocabularies
+  record_routing: bool  # the experts of every token, of a mixture of experts
 
 
 @dataclasses.dataclass
@@ -72,14 +73,22 @@ class Engine:
         its `batch_shards`. Where it spans several processes, each has an engine and makes the same calls.
     """
     self._model, self._task, self._tokenizer, self._sampling, self._mesh = model, task, tokenizer, sampling, mesh
-    self._key = key if mesh is None else jax.device_put(key, NamedSharding(mesh, P()))
+    if mesh is not None:  # device_put moves no typed key onto devices of other processes
+      place = jax.jit(jax.random.wrap_key_data, out_shardings=NamedSharding(mesh, P()))
+      key = place(np.asarray(jax.random.key_data(key)))
+    self._key = key
     stop = [tokenizer.token_id(text) for text in task.stop]
     if None in stop:
       raise UserError(f"task {task.name}: the stop strings {task.stop} must be single tokens of the tokenizer")
     self._stop_ids = np.array(sorted({tokenizer.eos_id, *stop}), np.int32)
     self._greedy = greedy
     self._slots = decode.empty(
-      model, sampling.slots, sampling.context, record_vocabulary=sampling.record_vocabulary, mesh=mesh
+      model,
+      sampling.slots,
+      sampling.context,
+      record_vocabulary=sampling.record_vocabulary,
+      record_routing=sampling.record_routing,
+      mesh=mesh,
     )
     self._episodes: dict[int, _Episode] = {}
     self._feeds: dict[int, tuple[np.ndarray, bool]] = {}  # slot -> tokens to feed, and whether they start a sequence
@@ -256,7 +265,7 @@ class Engine:
     A small batch is filled up with rows that are out of range; a full one holds every slot in order.
     """
     S = self._sampling.slots
-    if len(slots) > S // 2:
+    if len(slots) > S // 2 or self._few == S:  # S rows have to be all slots in order
       return [np.arange(S, dtype=np.int32)]
     padded = slots + [S] * (-len(slots) % self._few)
     return list(np.array(padded, np.int32).reshape(-1, self._few))
