@@ -83,8 +83,8 @@ class Pair:
     self.clients.append(made)
     return made
 
-  def source(self, client: Client, params: dict = PARAMS) -> WeightSource:
-    made = WeightSource(client.membership(), wants(params), patience_s=5.0, **self.security)
+  def source(self, client: Client, patience_s: float = 5.0) -> WeightSource:
+    made = WeightSource(client.membership(), wants(PARAMS), patience_s=patience_s, **self.security)
     self.sources.append(made)
     return made
 
