@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from estr_jax.learner.batching import STALENESS_BINS, assemble, staleness
-from estr_jax.structs import NO_VERSION, Trajectory
+from estr_jax.structs import NO_EXPERT, NO_VERSION, Trajectory
 
 
 def trajectory(prompt_id, *, size=6, prompt=2, reward=0.0, versions=None, **changes) -> Trajectory:
@@ -61,6 +61,21 @@ def test_rows_stand_by_prompt_id_whatever_the_arrival():
     np.testing.assert_array_equal(batch.gini[row, : len(one.tokens)], one.gini)
     np.testing.assert_array_equal(batch.group[row], np.where(np.arange(8) < len(one.tokens), 1 + one.group, 0))
     np.testing.assert_array_equal(batch.reward[row], np.where(np.arange(8) < len(one.tokens), one.reward, 0))
+
+
+def test_recorded_experts_stand_with_their_tokens():
+  """Fails if padding claims a choice, or a packed trajectory takes its neighbour's."""
+  groups = [
+    [dataclasses.replace(t, experts=np.full((len(t.tokens), 3, 2), t.prompt_id, np.uint8)) for t in group]
+    for group in GROUPS
+  ]
+  for pack in (False, True):
+    batch = build(groups, pack=pack)
+    sizes = np.bincount(batch.experts[..., 2, 1].ravel(), minlength=256)
+    assert batch.experts.shape == (4, 8, 3, 2) and batch.experts.dtype == np.uint8
+    assert sizes[:4].tolist() == [3, 4, 5, 8] and sizes[NO_EXPERT] == 32 - 20
+    assert (batch.experts[batch.segment == 0] == NO_EXPERT).all()
+  assert build(GROUPS).experts is None
 
 
 def test_advantage_is_the_groups_own_and_only_on_policy_tokens():

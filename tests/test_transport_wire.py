@@ -42,6 +42,7 @@ def trajectories(draw) -> Trajectory:
     turns=draw(INT64),
     seconds=draw(st.floats()),
     vocabulary=draw(st.none() | hnp.arrays(np.float32, (length, 3))) if length else None,
+    experts=draw(st.none() | hnp.arrays(np.uint8, (length, 3, 2))) if length else None,
   )
 
 
@@ -95,6 +96,8 @@ def test_a_torn_array_is_refused_by_name():
     wire.trajectory_from_message(pb.Trajectory(entropy=b"12345"))
   with pytest.raises(ValueError, match="vocabulary has 12 bytes"):
     wire.trajectory_from_message(pb.Trajectory(tokens=b"12345678", vocabulary=b"123456789012"))
+  with pytest.raises(ValueError, match="experts has 6 bytes"):
+    wire.trajectory_from_message(pb.Trajectory(tokens=b"12345678", experts=b"123456", experts_per_token=2))
 
 
 def params() -> dict:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from estr_jax.objective.advantages import ESTIMATORS
-from estr_jax.structs import Batch, Mean, Trajectory
+from estr_jax.structs import NO_EXPERT, Batch, Mean, Trajectory
 
 STALENESS_BINS = 65  # a histogram counts 0, 1, ... versions; its last bin is "or more"
 
@@ -112,6 +112,10 @@ def _fill(layout: Sequence[Sequence[_Placed]], rows: int, length: int, target_ve
   if recorded:
     (V,) = recorded  # one vocabulary, or a fault
     batch = dataclasses.replace(batch, vocabulary=np.zeros((*shape, V), np.float32))
+  routed = {t.experts.shape[1:] for items in layout for t, _ in items if t.experts is not None}
+  if routed:
+    (choices,) = routed  # (layers, experts a token) of one model, or a fault
+    batch = dataclasses.replace(batch, experts=np.full((*shape, *choices), NO_EXPERT, np.uint8))
   for row, items in enumerate(layout):
     start = 0
     for segment, (trajectory, advantage) in enumerate(items, start=1):
@@ -127,6 +131,8 @@ def _fill(layout: Sequence[Sequence[_Placed]], rows: int, length: int, target_ve
       batch.reward[span] = trajectory.reward
       if recorded:
         batch.vocabulary[span] = trajectory.vocabulary
+      if routed:
+        batch.experts[span] = trajectory.experts
       batch.advantage[span] = np.where(trajectory.mask, advantage, 0)
       start += len(trajectory.tokens)
   return batch

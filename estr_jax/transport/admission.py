@@ -49,6 +49,8 @@ def _check_trajectory(t: Trajectory) -> None:
       raise ValueError(f"{name} is not finite")
   if t.vocabulary is not None and (len(t.vocabulary) != len(t.tokens) or np.isnan(t.vocabulary).any()):
     raise ValueError("vocabulary is NaN, or not as long as tokens")
+  if t.experts is not None and len(t.experts) != len(t.tokens):
+    raise ValueError(f"experts has length {len(t.experts)}, tokens {len(t.tokens)}")
   # log mu = -inf is possible (a token that rounding made impossible); the losses handle it.
   if np.isnan(t.logprob).any() or np.isposinf(t.logprob).any():
     raise ValueError("logprob is NaN or +inf")

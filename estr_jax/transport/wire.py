@@ -52,6 +52,8 @@ def trajectory_to_message(trajectory: Trajectory) -> pb.Trajectory:
   return pb.Trajectory(
     **{name: _to_bytes(name, getattr(trajectory, name)) for name in _ARRAYS},
     vocabulary=_vocabulary_to_bytes(trajectory.vocabulary),
+    experts=_experts_to_bytes(trajectory.experts),
+    experts_per_token=0 if trajectory.experts is None else trajectory.experts.shape[2],
     reward=trajectory.reward,
     prompt_id=trajectory.prompt_id,
     group=trajectory.group,
@@ -68,6 +70,7 @@ def trajectory_from_message(message: pb.Trajectory) -> Trajectory:
   return Trajectory(
     **arrays,
     vocabulary=_vocabulary_from_bytes(message.vocabulary, len(arrays["tokens"])),
+    experts=_experts_from_bytes(message.experts, len(arrays["tokens"]), message.experts_per_token),
     reward=message.reward,
     prompt_id=message.prompt_id,
     group=message.group,
@@ -106,3 +109,19 @@ def _vocabulary_from_bytes(data: bytes, length: int) -> np.ndarray | None:
   if not length or len(data) % (length * _F4.itemsize):
     raise ValueError(f"vocabulary has {len(data)} bytes, not a multiple of 4 for each of {length} tokens")
   return np.frombuffer(data, _F4).astype(np.float32).reshape(length, -1)
+
+
+def _experts_to_bytes(experts: np.ndarray | None) -> bytes:
+  if experts is None:
+    return b""
+  if experts.dtype != np.uint8 or experts.ndim != 3 or not experts.size:
+    raise ValueError(f"experts has to be uint8 [T, L, k], got {experts.dtype} {experts.shape}")
+  return experts.tobytes()
+
+
+def _experts_from_bytes(data: bytes, length: int, k: int) -> np.ndarray | None:
+  if not data:
+    return None
+  if length < 1 or k < 1 or len(data) % (length * k):
+    raise ValueError(f"experts has {len(data)} bytes, not a multiple of {k} for each of {length} tokens")
+  return np.frombuffer(data, _U1).reshape(length, -1, k).copy()
