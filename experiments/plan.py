@@ -1,17 +1,20 @@
 """Says whether a config's learner or sampler fits a TPU slice, and how fast it can be there, without a TPU.
 
-    python -m experiments.plan --config=configs/paper/dapo_math.py --topology=v5p:4x4x4 --role=learner
+    python -m experiments.plan --config=configs/paper/dapo_math.py --role=learner
 
 compiles the program that the learner would run there (the train step; of a sampler, the decode step) with libtpu, which
-`pip install -e '.[tpu]'` brings, and reads memory, operations and communication off it. The mesh is that of the config;
---config.mesh.fsdp=16 and the like give another. It ends with FITS, or with DOES NOT FIT and exit status 1. Times are
-lower bounds, from peak rates.
+`pip install -e '.[tpu]'` brings, and reads memory, operations and communication off it. The compiler is stopped before
+it makes machine code, which takes minutes and changes none of the figures; --machine_code lets it. The mesh is that of
+the config, `mesh` or `sampling.mesh`, and the slice its `slices.learner` or `slices.sampler`; --config.mesh.fsdp=16,
+--topology=v6e:8x8 and the like give others. It ends with FITS, or with DOES NOT FIT and exit status 1. Times are lower
+bounds, from peak rates.
+
+--sweep compiles meshes and microbatches (of a sampler, numbers of slots) for --sweep_seconds and ranks those that fit.
+Without libtpu the program is compiled for CPUs: operations and communication are counted there, memory is an estimate.
 """
 
 import difflib
-import importlib.util
 import math
-import os
 import sys
 import time
 
@@ -28,28 +31,32 @@ ROLES = ("learner", "sampler")
 
 def define_flags() -> None:
   settings.define_config()
-  flags.DEFINE_string("topology", None, "A slice, such as v5p:4x4x4 or v6e:8x8.")
+  flags.DEFINE_string("topology", None, "A slice, such as v5p:4x4x4 or v6e:8x8; by default that of the config.")
   flags.DEFINE_string("role", "learner", "learner or sampler.")
+  flags.DEFINE_bool("machine_code", False, "Compile to the end, which takes minutes and proves that it can be done.")
+  flags.DEFINE_bool("sweep", False, "Rank meshes and microbatches instead.")
+  flags.DEFINE_float("sweep_seconds", 480, "After so long a sweep compiles nothing new.")
 
 
 def check(config) -> Slice:
   """The slice of the command line. Raises UserError, in one line, for what cannot be planned."""
-  if config is None or FLAGS.topology is None:
-    raise UserError("name a config and a slice: --config=configs/paper/dapo_math.py --topology=v5p:4x4x4")
+  if config is None:
+    raise UserError("name a config: --config=configs/paper/dapo_math.py")
   if FLAGS.role not in ROLES:
     near = difflib.get_close_matches(FLAGS.role, ROLES, n=1, cutoff=0)[0]
     raise UserError(f"--role={FLAGS.role} is unknown: it is one of {', '.join(ROLES)} (nearest: {near})")
-  place = parse_slice(FLAGS.topology)
+  topology = FLAGS.topology or config.slices[FLAGS.role]
+  if not topology:
+    raise UserError(f"name a slice: --topology=v5p:4x4x4, or slices.{FLAGS.role} in the config")
+  place = parse_slice(topology)
   check_config(config)
-  mesh = {axis: config.mesh[axis] for axis in config.mesh}
+  if FLAGS.sweep:
+    return place
+  where = "sampling.mesh" if FLAGS.role == "sampler" else "mesh"
+  mesh = (config.sampling.mesh if FLAGS.role == "sampler" else config.mesh).to_dict()
   if math.prod(mesh.values()) != place.chips:
-    sizes = " x ".join(f"mesh.{axis}={size}" for axis, size in mesh.items())
+    sizes = " x ".join(f"{where}.{axis}={size}" for axis, size in mesh.items())
     raise UserError(f"{place.name} has {place.chips} chips and {sizes} is {math.prod(mesh.values())}: change the mesh")
-  shards = config.mesh.data * config.mesh.fsdp * config.mesh.expert
-  if FLAGS.role == "sampler" and config.sampling.slots % shards:
-    raise UserError(
-      f"sampling.slots={config.sampling.slots} do not divide by mesh.data x mesh.fsdp x mesh.expert = {shards}"
-    )
   return place
 
 
@@ -63,52 +70,49 @@ def check_config(config) -> None:
   settings.check(checked)
 
 
-def devices_of(place: Slice) -> list:
-  """The chips of a slice as devices that can be compiled for."""
-  if not importlib.util.find_spec("libtpu"):
-    raise UserError("a plan compiles with libtpu, which is not installed here: pip install -e '.[tpu]'")
-  # There is no TPU whose metadata could be asked for, or that two plans could take from each other.
-  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-  from jax.experimental import topologies
-
-  try:
-    return list(topologies.get_topology_desc(place.name, "tpu").devices)
-  except Exception as error:
-    line = " ".join(str(error).split())[:200]
-    raise UserError(f"--topology={place.name} is no slice that libtpu knows: {line}") from error
-
-
 def program() -> int:
   settings.parse(sys.argv, define_flags)
   config = FLAGS.config
   place = check(config)
-  devices = devices_of(place)
-  if len(devices) != place.chips:
-    raise UserError(f"{place.name} has {place.chips} chips but a program sees {len(devices)} devices; take v5p or v6e")
   start = time.monotonic()
 
   def say(what: str) -> None:
     print(f"[{time.monotonic() - start:4.0f} s] {what}", file=sys.stderr, flush=True)
 
-  say(f"tracing the {FLAGS.role} of {settings.config_name()} for {place.name}")
-  from experiments import planned  # slow to import
+  from experiments import plan_search, planned  # slow to import
 
-  job = planned.job_of(config, FLAGS.role, devices)
-  say("compiling; minutes")
-  plan, needed = planned.make(job, place)
-  say("compiled")
-  if plan is None:
-    print(f"HBM a device: at least {needed / GIB:.2f} GiB needed of {place.chip.hbm_bytes / GIB:.0f}")
+  role, of = FLAGS.role, f"{FLAGS.role} of {settings.config_name()} on {place.name}"
+  without = "" if planned.has_libtpu() else "no libtpu here (pip install -e '.[tpu]'): compiled for CPUs, an estimate"
+  if FLAGS.sweep:
+    found = plan_search.sweep(config, role, place, FLAGS.sweep_seconds, say)
+    print(f"{of}, {without or 'as compiled'}; new compilations for {FLAGS.sweep_seconds:.0f} s")
+    print("\n".join(plan_search.table(found, role)))
+    return 0 if found.ranked else 1
+  if without:
+    print(without)
+  say(f"compiling the {of}")
+  from estr_jax.planning import compiler, report
+
+  plan = None
+  try:
+    plan = planned.plan_of(config, role, place, machine_code=FLAGS.machine_code)
+  except compiler.Exhausted as error:
+    print(f"HBM a device: at least {error.needed / GIB:.2f} GiB needed of {place.chip.hbm_bytes / GIB:.2f}")
   else:
-    from estr_jax.planning import report
-
-    print(f"{FLAGS.role} of {settings.config_name()} on {place.name}, {job.describe()}")
+    print(f"{of}, {plan.what}")
     print("\n".join(report.lines(plan)))
-    if plan.fits:
-      print("FITS")
-      return 0
-  print(f"DOES NOT FIT: {planned.advice(config, FLAGS.role)}")
+  best = plan_search.largest(config, role, place, plan and plan.memory, say)
+  say("done")
+  if best is not None:
+    choice, memory = best
+    gib = (memory.total + report.RESERVED) / GIB
+    what = "most slots" if role == "sampler" else "largest microbatch"
+    print(f"{what} that fits{', by doubling' * (role == 'sampler')}: {plan_search.named(choice, role)}; {gib:.2f} GiB")
+  if plan is not None and plan.fits:
+    print("FITS")
+    return 0
+  advice = f"set {plan_search.named(best[0], role)}" if best else plan_search.advice(config, role)
+  print(f"DOES NOT FIT: {advice}")
   return 1
 
 

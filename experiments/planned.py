@@ -1,6 +1,9 @@
 """From a checked configuration to the program that a plan compiles, and from that to the plan."""
 
 import dataclasses
+import functools
+import importlib.util
+import os
 from collections.abc import Sequence
 
 import jax
@@ -8,10 +11,26 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from estr_jax.errors import UserError
 from estr_jax.model import sharding
-from estr_jax.planning import flops, hlo, programs, report, roofline
+from estr_jax.model.decoder import DecoderConfig
+from estr_jax.planning import compiler, estimates, flops, hlo, programs, report, roofline
 from estr_jax.planning.chips import Slice
+from estr_jax.planning.hlo import Memory
 from experiments import assembly
+
+
+def has_libtpu() -> bool:
+  return importlib.util.find_spec("libtpu") is not None
+
+
+def mesh_of(config: ConfigDict, role: str) -> ConfigDict:
+  return config.sampling.mesh if role == "sampler" else config.mesh
+
+
+def model_of(config: ConfigDict) -> DecoderConfig:
+  tokenizer = None if config.model.vocabulary or config.model.folder else assembly.tokenizer_of(config)
+  return assembly.model_of(config, tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,15 +44,15 @@ class Job:
   what: str
   ideal_bytes: float | None = None
 
-  def describe(self) -> str:
-    sizes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
-    return f"{sizes}; {self.what}"
-
 
 def job_of(config: ConfigDict, role: str, devices: Sequence[jax.Device]) -> Job:
-  tokenizer = None if config.model.vocabulary or config.model.folder else assembly.tokenizer_of(config)
-  model = assembly.model_of(config, tokenizer)
-  mesh = sharding.make_mesh(config.mesh.to_dict(), devices)
+  model = model_of(config)
+  try:
+    mesh = sharding.make_mesh(mesh_of(config, role).to_dict(), devices)
+  except NotImplementedError as error:  # a torus is not cut inside of a side
+    raise UserError(
+      "each axis of the mesh has to be a product of sides of the slice, each side in one axis: change the mesh"
+    ) from error
   length = config.sampling.context
   if role == "sampler":
     slots, dtype = config.sampling.slots, config.transport.weights_dtype
@@ -64,35 +83,104 @@ def job_of(config: ConfigDict, role: str, devices: Sequence[jax.Device]) -> Job:
   return Job(traced, mesh, rows * length, roofline.train_flops(model, rows, length), what)
 
 
-def make(job: Job, place: Slice) -> tuple[report.Plan | None, float]:
-  """(the plan, bytes of HBM a device); no plan where the compiler gave up for want of memory."""
+@dataclasses.dataclass(frozen=True)
+class Facts:
+  """Of a job, what its plan needs and can be sent from one process to another."""
+
+  layout: roofline.Layout
+  flops: float
+  model_flops: float
+  tokens: int
+  what: str
+  ideal_bytes: float | None
+
+
+def _prepare(config: ConfigDict, role: str, place: Slice, on_tpu: bool) -> compiler.Job:
+  """Runs in the compiler's process."""
+  job = job_of(config, role, devices_of(place) if on_tpu else stand_ins(place.chips))
+  facts = Facts(
+    roofline.layout_of(job.mesh, place),
+    flops.count(job.traced.jaxpr),
+    job.model_flops,
+    job.tokens,
+    job.what,
+    job.ideal_bytes,
+  )
+  return compiler.Job(job.traced, "tpu" if on_tpu else "cpu", facts)
+
+
+def devices_of(place: Slice) -> list[jax.Device]:
+  """The chips of a slice as devices that libtpu can compile for."""
+  # There is no TPU whose metadata could be asked for, or that two plans could take from each other.
+  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+  from jax.experimental import topologies
+
   try:
-    compiled = job.traced.lower(lowering_platforms=("tpu",)).compile()
-  except jax.errors.JaxRuntimeError as error:
-    needed = report.exhausted(str(error))
-    if needed is None:
-      raise
-    return None, needed
-  memory = report.memory_of(compiled.memory_analysis())
-  computed = flops.count(job.traced.jaxpr)
-  traffic = hlo.traffic(compiled.as_text(), dict(job.mesh.shape))
-  roof = roofline.roofline(computed, traffic, place, job.mesh)
-  plan = report.Plan(place, memory, computed, job.model_flops, traffic, roof, job.tokens, job.ideal_bytes)
-  return plan, memory.total
+    devices = list(topologies.get_topology_desc(place.name, "tpu").devices)
+  except Exception as error:
+    line = " ".join(str(error).split())[:200]
+    raise UserError(f"--topology={place.name} is no slice that libtpu knows: {line}") from error
+  if len(devices) != place.chips:
+    raise UserError(f"{place.name} has {place.chips} chips but a program sees {len(devices)} devices; take v5p or v6e")
+  return devices
 
 
-def advice(config: ConfigDict, role: str) -> str:
-  """What to change where the memory of a device does not do, the cheapest first."""
+def stand_ins(count: int) -> list[jax.Device]:
+  """As many CPU devices; of a process that has not looked for devices before."""
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+  jax.config.update("jax_platforms", "cpu")
+  return jax.devices("cpu")
+
+
+def plan_of(config: ConfigDict, role: str, place: Slice, *, machine_code: bool = False) -> report.Plan:
+  """Compiles the program of a role.
+
+  Raises:
+    compiler.Exhausted: the compiler gave up for want of memory.
+  """
+  on_tpu = has_libtpu()
+  made = compiler.compile_apart(functools.partial(_prepare, config, role, place, on_tpu), machine_code=machine_code)
+  facts, memory = made.facts, made.memory
+  traffic = hlo.traffic(made.text, facts.layout.sizes)
+  if not on_tpu:
+    memory = memory_estimate(config, role)
+    traffic = dataclasses.replace(traffic, hbm_bytes=_bytes_estimate(config, role, facts))
+  roof = roofline.roofline(facts.flops, traffic, place, facts.layout)
+  return report.Plan(
+    place,
+    f"{facts.layout.describe()}; {facts.what}",
+    memory,
+    facts.flops,
+    facts.model_flops,
+    traffic,
+    roof,
+    facts.tokens,
+    facts.ideal_bytes,
+    estimated=not on_tpu,
+  )
+
+
+def rows_of(config: ConfigDict) -> int:
+  """Rows of a microbatch on each device."""
+  mesh = config.mesh
+  return (
+    config.batch.groups * config.batch.group_size // (config.batch.microbatches * mesh.data * mesh.fsdp * mesh.expert)
+  )
+
+
+def memory_estimate(config: ConfigDict, role: str) -> Memory:
+  model, sizes, length = model_of(config), mesh_of(config, role).to_dict(), config.sampling.context
   if role == "sampler":
-    if config.transport.weights_dtype != "bfloat16":
-      return "set transport.weights_dtype=bfloat16"
-    return f"take fewer than sampling.slots={config.sampling.slots}, or more chips along mesh.tensor"
-  shards = config.mesh.data * config.mesh.fsdp * config.mesh.expert
-  rows = config.batch.groups * config.batch.group_size
-  if rows > shards * config.batch.microbatches:
-    return f"raise batch.microbatches from {config.batch.microbatches} to {rows // shards}, one row a device"
-  if config.model.remat != "full":
-    return f"set model.remat=full in place of {config.model.remat}"
-  if config.mesh.data > 1:
-    return f"move mesh.data={config.mesh.data} to mesh.fsdp, which shares out weights and optimizer"
-  return "take more chips along mesh.tensor, which shares out a row's activations, or a larger slice along mesh.fsdp"
+    width = jnp.dtype(config.transport.weights_dtype).itemsize
+    return estimates.sampler_memory(model, sizes, config.sampling.slots, length, width)
+  moments = 2 if config.optimizer.name == "adamw" else 1
+  chunk = config.learner.score_chunk
+  return estimates.learner_memory(model, sizes, rows_of(config), length, score_chunk=chunk, moments=moments)
+
+
+def _bytes_estimate(config: ConfigDict, role: str, facts: Facts) -> float:
+  if role == "sampler":
+    return facts.ideal_bytes / facts.layout.coordinates[..., 0].size
+  model, length = model_of(config), config.sampling.context
+  return estimates.learner_bytes(model, facts.layout.sizes, rows_of(config), length, config.batch.microbatches)

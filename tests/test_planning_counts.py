@@ -155,6 +155,23 @@ def test_a_loop_of_unknown_length_counts_once_and_is_told():
   assert 0 < moved.hbm_bytes < hlo.traffic(HAND, {"data": 1}).hbm_bytes
 
 
+BUFFERS = """BufferAssignment:
+allocation 0: size 512, thread-local:
+allocation 1: size 4096, parameter 2, shape |f32[32,32]| at ShapeIndex {}, maybe-live-out:
+ value: <1 p{} @0> (size=4096,offset=0): f32[32,32]{1,0}
+allocation 2: size 1024, maybe-live-out:
+allocation 3: size 64, color 1, preallocated-temp:
+allocation 4: size 8192, preallocated-temp:
+"""
+
+
+def test_memory_by_hand():
+  """Fails if VMEM counts as HBM, an argument that is written over counts twice, or a kind is mistaken."""
+  assert hlo.memory(BUFFERS) == hlo.Memory(arguments=4096, outputs=1024, temporaries=8192 + 512)
+  with pytest.raises(ValueError, match="no buffer assignment"):
+    hlo.memory("something else")
+
+
 PROGRAM = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P

@@ -1,6 +1,6 @@
 """From counts to times, by numbers that a hand can check; and the command line."""
 
-import importlib.util
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +13,8 @@ from configs.paper import browsecomp_plus, dapo_math, gsm8k_multiturn
 from estr_jax.errors import UserError
 from estr_jax.planning import report, roofline
 from estr_jax.planning.chips import CHIPS, GIB, Slice, parse_slice, span_bandwidth
-from estr_jax.planning.hlo import Collective, Traffic
-from experiments import assembly, plan
+from estr_jax.planning.hlo import Collective, Memory, Traffic
+from experiments import assembly, plan, plan_search, planned
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,26 +44,36 @@ def test_links_by_the_span_of_a_group():
   assert span_bandwidth(CHIPS["v6e"], [(x, 0) for x in range(8)], (8, 8)) == 90e9
 
 
-def mesh_2x2():
-  devices = np.empty((2, 2), object)
-  for x in range(2):
-    for y in range(2):
-      devices[x, y] = SimpleNamespace(coords=(x, y))
-  return SimpleNamespace(axis_names=("data", "fsdp"), devices=devices)
+def layout_2x2() -> roofline.Layout:
+  return roofline.Layout({"data": 2, "fsdp": 2}, np.stack(np.indices((2, 2)), axis=-1))
+
+
+def test_a_group_differs_along_its_axes_only():
+  """Fails if the other axes are not held still, or devices are put elsewhere in the torus."""
+  assert layout_2x2().group(("fsdp",)) == [(0, 0), (0, 1)]
+  assert layout_2x2().group(("data",)) == [(0, 0), (1, 0)]
+  cpu = SimpleNamespace(platform="cpu")
+  devices = np.array([SimpleNamespace(id=i, **vars(cpu)) for i in range(8)]).reshape(4, 2)
+  mesh = SimpleNamespace(shape={"fsdp": 4, "tensor": 2}, devices=devices)
+  assert roofline.layout_of(mesh, Slice("v5p", (2, 2, 2))).group(("tensor",)) == [(0, 0, 0), (0, 0, 1)]
 
 
 def test_the_roofline_by_hand():
   """Fails if FLOPs are not shared out over chips, or HBM and ICI are not those of one device."""
   moved = Traffic(3276e9, (Collective("all-gather", ("fsdp",), 90e9), Collective("all-reduce", ("fsdp",), 45e9)), 0)
-  roof = roofline.roofline(4 * 918e12, moved, Slice("v6e", (2, 2)), mesh_2x2())
+  place = Slice("v6e", (2, 2))
+  roof = roofline.roofline(4 * 918e12, moved, place, layout_2x2())
   assert (roof.compute, roof.hbm, roof.ici) == (1.0, 2.0, {("fsdp",): 1.5})
   assert (roof.seconds, roof.bound) == (2.0, "HBM")
-  memory = report.Memory(10 * GIB, 1 * GIB, 20 * GIB, 0)
-  made = report.Plan(Slice("v6e", (2, 2)), memory, 4 * 918e12, 2 * 918e12, moved, roof, tokens=1000)
-  assert made.mfu == 0.25 and made.fits
+  memory = Memory(10 * GIB, 1 * GIB, 19.5 * GIB)
+  made = report.Plan(place, "a step", memory, 4 * 918e12, 2 * 918e12, moved, roof, tokens=1000)
+  assert made.mfu == 0.25 and made.fits and made.rate == 500
   text = "\n".join(report.lines(made))
-  assert "31.00 of 32" in text and "bound by HBM" in text and "500 a second, 125 a chip" in text
-  assert not report.Plan(made.place, report.Memory(33 * GIB, 0, 0, 0), 1, 1, moved, roof, 1).fits
+  assert "31.00 of 31.25" in text and "bound by HBM" in text and "500 a second, 125 a chip" in text
+  assert "estimate" not in text
+  assert "an estimate" in "\n".join(report.lines(dataclasses.replace(made, estimated=True)))
+  full = dataclasses.replace(made, memory=Memory(31 * GIB, 0, 0))
+  assert not full.fits  # the runtime needs some of it
 
 
 @pytest.mark.parametrize(
@@ -113,7 +123,8 @@ PAPER = "--config=configs/paper/dapo_math.py"
 @pytest.mark.parametrize(
   ("arguments", "line"),
   [
-    ([PAPER], "name a config and a slice"),
+    ([], "name a config: --config="),
+    (["--config=configs/default.py"], "name a slice: --topology="),
     ([PAPER, "--topology=v5p:4x4"], "3 sides"),
     ([PAPER, "--topology=v5p:2x2x2"], "v5p:2x2x2 has 8 chips and"),
     ([PAPER, "--topology=v5p:4x4x4", "--role=learnr"], "nearest: learner"),
@@ -126,32 +137,84 @@ def test_a_wrong_command_is_one_line(arguments, line):
   assert line in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.skipif(bool(importlib.util.find_spec("libtpu")), reason="libtpu is here")
-def test_without_libtpu_it_says_what_to_install():
-  """Fails if a missing extra is a traceback."""
-  done = run(PAPER, "--topology=v5p:4x4x4")
-  assert done.returncode == 2 and "pip install -e '.[tpu]'" in done.stderr
+SMALL = {
+  "model.layers": 4,
+  "model.width": 512,
+  "model.mlp_width": 1024,
+  "model.vocabulary": 4096,
+  "sampling.context": 1024,
+  "sampling.slots": 8,
+  "batch.groups": 2,
+  "batch.group_size": 4,
+  "batch.microbatches": 2,
+  "learner.diagnostics": False,
+  "mesh.fsdp": 2,
+  "mesh.tensor": 2,
+  "sampling.mesh.fsdp": 1,
+  "sampling.mesh.tensor": 4,
+}
+
+
+def run_small(role: str, *more: str) -> str:
+  keys = [f"--config.{key}={value}" for key, value in SMALL.items()]
+  done = run(PAPER, "--topology=v6e:2x2", f"--role={role}", *keys, *more)
+  assert done.returncode == 0, done.stderr[-2000:]
+  return done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="compiles for a TPU, which needs libtpu")
+@pytest.mark.skipif(planned.has_libtpu(), reason="libtpu is here")
+def test_without_libtpu_it_says_so_and_estimates():
+  """Fails if a missing extra is a traceback, or an estimate passes for what a TPU's compiler said."""
+  text = run_small("learner")
+  assert text.startswith("no libtpu here (pip install -e '.[tpu]')")
+  assert "HBM a device, GiB, an estimate" in text and "as compiled for CPUs" in text and text.endswith("FITS\n")
+  assert "all-gather along fsdp" in text
+
+
+with_libtpu = pytest.mark.skipif(not planned.has_libtpu(), reason="compiles for a TPU, which needs libtpu")
+
+
+@pytest.mark.slow
+@with_libtpu
 @pytest.mark.parametrize("role", ["learner", "sampler"])
-def test_two_layers_fit(role):
+def test_four_layers_fit(role):
   """Fails if a program of the product no longer compiles for a TPU, or the plan cannot read what comes out."""
-  small = {
-    "model.layers": 2,
-    "model.width": 512,
-    "model.mlp_width": 1024,
-    "model.vocabulary": 4096,
-    "sampling.context": 1024,
-    "sampling.slots": 8,
-    "batch.groups": 2,
-    "batch.group_size": 4,
-    "batch.microbatches": 2,
-    "learner.diagnostics": False,
-    "mesh.fsdp": 2,
-    "mesh.tensor": 2,
-  }
-  done = run(PAPER, "--topology=v6e:2x2", f"--role={role}", *(f"--config.{key}={v}" for key, v in small.items()))
-  assert done.returncode == 0, done.stderr[-2000:]
-  assert "FITS" in done.stdout and "bound by" in done.stdout
+  text = run_small(role, "--machine_code")
+  assert text.endswith("FITS\n") and "bound by" in text
+  assert ("largest microbatch that fits: " if role == "learner" else "most slots that fits, by doubling: ") in text
+
+
+@pytest.mark.slow
+@with_libtpu
+def test_a_sweep_ranks_what_fits():
+  """Fails if a mesh of the slice is left out, or the order is not that of the rates."""
+  lines = run_small("learner", "--sweep", "--sweep_seconds=200").splitlines()[2:]
+  rates = [float(line[59:68]) for line in lines if "bound" in line or "compute" in line or "HBM" in line]
+  assert len(rates) >= 3 and rates == sorted(rates, reverse=True)
+
+
+def test_meshes_of_a_slice():
+  """Fails if a side is used twice or left out, or two sides cannot share an axis."""
+  found = plan_search.meshes((2, 4))
+  assert len(found) == 16 and {"data": 8, "fsdp": 1, "tensor": 1, "expert": 1} in found
+  assert {"data": 2, "fsdp": 4, "tensor": 1, "expert": 1} in found
+  assert all(np.prod(list(sizes.values())) == 8 for sizes in found)
+
+
+def growing(monkeypatch, gib_a_row: float):
+  monkeypatch.setattr(
+    plan_search, "_memory", lambda config, role, place: Memory(gib_a_row * GIB * planned.rows_of(config), 0, 0)
+  )
+
+
+@pytest.mark.parametrize(("gib_a_row", "rows"), [(3.0, 8), (8.0, 2), (10.0, 2), (20.0, 1), (40.0, None)])
+def test_the_largest_microbatch(monkeypatch, gib_a_row, rows):
+  """Fails if the search stops early, goes the wrong way, or takes a microbatch that does not fit."""
+  c = dapo_math.get_config()  # 512 rows
+  c.mesh.update({"data": 1, "fsdp": 64, "tensor": 1, "expert": 1})
+  c.batch.microbatches = 4  # 2 rows a device
+  growing(monkeypatch, gib_a_row)
+  memory = Memory(gib_a_row * GIB * 2, 0, 0)
+  found = plan_search.largest(c, "learner", Slice("v6e", (8, 8)), memory, lambda _: None)
+  assert (found and planned.rows_of(found[0])) == rows

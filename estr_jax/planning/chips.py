@@ -14,7 +14,7 @@ class Chip:
   """Peaks of one chip; nothing reaches them, so times that follow from them are lower bounds."""
 
   flops: float  # bf16, a second
-  hbm_bytes: float
+  hbm_bytes: float  # that programs can have
   hbm_bandwidth: float  # bytes a second
   link_bandwidth: float  # bytes a second, of one link of the interconnect in one direction
   dimensions: int  # of the torus
@@ -25,14 +25,15 @@ class Chip:
 
 
 # Compute and memory: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e (v5e: 197 TFLOP/s, 16 GB, 819 GB/s; v5p: 459, 95
-# GiB, 2765; v6e: 918, 32, 1638; v4: 275, 32, 1228). Links: the measured one-way figures of "How to Scale Your Model"
-# (jax-ml.github.io/scaling-book/tpus), which are a tenth below the documents' totals per chip. Rings: v4 and v5p are
-# made of cubes of 4 x 4 x 4, joined by switches; v5e and v6e close a ring at the whole pod's side of 16 only.
+# GiB, 2765; v6e: 918, 32, 1638; v4: 275, 32, 1228); memory, but for v4's, as the compiler of libtpu 0.0.42 gives it to
+# programs. Links: the measured one-way figures of "How to Scale Your Model" (jax-ml.github.io/scaling-book/tpus), which
+# are a tenth below the documents' totals per chip. Rings: v4 and v5p are made of cubes of 4 x 4 x 4, joined by
+# switches; v5e and v6e close a ring at the whole pod's side of 16 only.
 CHIPS = {
   "v4": Chip(275e12, 32 * GIB, 1228e9, 45e9, dimensions=3, wraps_at=4),
-  "v5e": Chip(197e12, 16 * GIB, 819e9, 45e9, dimensions=2, wraps_at=16),
-  "v5p": Chip(459e12, 95 * GIB, 2765e9, 90e9, dimensions=3, wraps_at=4),
-  "v6e": Chip(918e12, 32 * GIB, 1638e9, 90e9, dimensions=2, wraps_at=16),
+  "v5e": Chip(197e12, 15.75 * GIB, 819e9, 45e9, dimensions=2, wraps_at=16),
+  "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 90e9, dimensions=3, wraps_at=4),
+  "v6e": Chip(918e12, 31.25 * GIB, 1638e9, 90e9, dimensions=2, wraps_at=16),
 }
 
 

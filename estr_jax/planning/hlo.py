@@ -16,6 +16,8 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .*\{\s*$")
 _CALLED = re.compile(r"\b(calls|to_apply|condition|body|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
+_OUTPUT = re.compile(r"maybe-live-out|output shape")
+
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 # Names for what is elsewhere, or nothing at all.
 _FREE = {"parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "after-all"}
@@ -61,6 +63,19 @@ class Collective:
   kind: str
   axes: tuple[str, ...]  # of the mesh, along which a group's devices differ
   bytes: float  # that a device takes in
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """Bytes of HBM a device, by what they hold."""
+
+  arguments: float
+  outputs: float  # that are not written over an argument
+  temporaries: float
+
+  @property
+  def total(self) -> float:
+    return self.arguments + self.outputs + self.temporaries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,6 +363,21 @@ def _constant_here(body: Computation, name: str) -> int | None:
   one = body.instructions.get(name)
   found = re.match(r"(-?\d+)\)", one.rest) if one is not None and one.opcode == "constant" else None
   return int(found[1]) if found else None
+
+
+def memory(text: str) -> Memory:
+  """The HBM of a TPU, from the buffer assignment that its compiler writes down.
+
+  Kept apart from `memory_analysis()` of a compiled program, which counts arguments a second time as temporaries.
+  """
+  sizes = collections.Counter()
+  for size_text, what in re.findall(r"^allocation \d+: size (\d+), (.*)$", text, re.MULTILINE):
+    if not re.match(r"color [1-9]", what):  # of another memory
+      kind = "arguments" if what.startswith("parameter") else "outputs" if _OUTPUT.match(what) else "temporaries"
+      sizes[kind] += int(size_text)
+  if not sizes:
+    raise ValueError("the text holds no allocation, so it is no buffer assignment")
+  return Memory(**{kind: sizes[kind] for kind in ("arguments", "outputs", "temporaries")})
 
 
 def loops(text: str) -> Iterator[tuple[str, int | None]]:

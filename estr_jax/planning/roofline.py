@@ -16,6 +16,32 @@ from estr_jax.planning.hlo import Traffic
 
 
 @dataclasses.dataclass(frozen=True)
+class Layout:
+  """Where in the torus the devices of a mesh are."""
+
+  sizes: dict[str, int]  # of its axes
+  coordinates: np.ndarray  # [*sizes, dimensions]
+
+  def group(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """The places of those devices that differ along `axes` only."""
+    index = tuple(slice(None) if axis in axes else 0 for axis in self.sizes)
+    return [tuple(place) for place in self.coordinates[index].reshape(-1, self.coordinates.shape[-1]).tolist()]
+
+  def describe(self) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
+
+
+def layout_of(mesh: Mesh, place: Slice) -> Layout:
+  """Of a mesh of TPU devices, or of others in the order of the slice's chips."""
+  devices = np.ravel(mesh.devices)
+  if devices[0].platform == "tpu":
+    coordinates = np.array([device.coords for device in devices])
+  else:
+    coordinates = np.stack(np.unravel_index([device.id for device in devices], place.sides), axis=-1)
+  return Layout(dict(mesh.shape), coordinates.reshape(*mesh.devices.shape, -1))
+
+
+@dataclasses.dataclass(frozen=True)
 class Roofline:
   """Lower bounds of one step, seconds, if each resource alone were the limit."""
 
@@ -34,19 +60,13 @@ class Roofline:
     return max(times, key=times.__getitem__)
 
 
-def roofline(flops: float, traffic: Traffic, place: Slice, mesh: Mesh) -> Roofline:
+def roofline(flops: float, traffic: Traffic, place: Slice, layout: Layout) -> Roofline:
   """Of a program whose `flops` are those of all devices together, evenly shared."""
   chip, ici = place.chip, {}
   for one in traffic.collectives:
-    bandwidth = span_bandwidth(chip, group_coordinates(mesh, one.axes), place.sides)
+    bandwidth = span_bandwidth(chip, layout.group(one.axes), place.sides)
     ici[one.axes] = ici.get(one.axes, 0.0) + one.bytes / bandwidth
   return Roofline(flops / place.chips / chip.flops, traffic.hbm_bytes / chip.hbm_bandwidth, ici)
-
-
-def group_coordinates(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-  """Where in the torus those devices are that differ along `axes` only."""
-  index = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
-  return [tuple(device.coords) for device in np.ravel(mesh.devices[index])]
 
 
 def active_params(model: DecoderConfig) -> int:

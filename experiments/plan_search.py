@@ -1,0 +1,202 @@
+"""Other plans near the one that was asked for: the largest microbatch that fits, and a ranking of meshes."""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+
+from jax.sharding import AbstractMesh
+from ml_collections import ConfigDict
+
+from estr_jax.errors import UserError
+from estr_jax.model import decoder, sharding
+from estr_jax.planning import estimates, report
+from estr_jax.planning.chips import GIB, Slice
+from estr_jax.planning.compiler import Exhausted
+from estr_jax.planning.hlo import Memory
+from experiments import planned
+
+_MOST_SLOTS = 64  # times those of the config
+_HOPELESS = 2.0  # an estimate this many times above the memory is not worth a compilation
+
+
+def _shards(mesh: ConfigDict) -> int:
+  return mesh.data * mesh.fsdp * mesh.expert
+
+
+def choices(config: ConfigDict, role: str) -> list[ConfigDict]:
+  """The config with every microbatch (of a sampler: with slots halved and doubled) that its mesh allows, growing."""
+
+  def changed(key: str, value: int) -> ConfigDict:
+    other = config.copy_and_resolve_references()
+    other.update_from_flattened_dict({key: value})
+    return other
+
+  if role == "sampler":
+    slots, shards = config.sampling.slots, _shards(config.sampling.mesh)
+    factors = [2.0**i for i in range(-6, int(math.log2(_MOST_SLOTS)) + 1)]
+    return [changed("sampling.slots", int(slots * f)) for f in factors if slots * f % shards == 0]
+  rows, shards = config.batch.groups * config.batch.group_size, _shards(config.mesh)
+  if rows % shards:
+    return []
+  a_device = rows // shards
+  return [changed("batch.microbatches", a_device // part) for part in range(1, a_device + 1) if a_device % part == 0]
+
+
+def size_of(config: ConfigDict, role: str) -> int:
+  return config.sampling.slots if role == "sampler" else planned.rows_of(config)
+
+
+def named(config: ConfigDict, role: str) -> str:
+  """A choice in the words of the config."""
+  if role == "sampler":
+    return f"sampling.slots={config.sampling.slots}"
+  return f"batch.microbatches={config.batch.microbatches}, {planned.rows_of(config)} rows a device"
+
+
+def _memory(config: ConfigDict, role: str, place: Slice) -> Memory | None:
+  """None where the compiler gave up for want of it."""
+  if not planned.has_libtpu():
+    return planned.memory_estimate(config, role)
+  try:
+    return planned.plan_of(config, role, place).memory
+  except Exhausted:
+    return None
+
+
+def largest(
+  config: ConfigDict, role: str, place: Slice, memory: Memory | None, say: Callable[[str], None]
+) -> tuple[ConfigDict, Memory] | None:
+  """The largest choice that fits, each compiled, upwards from one that fits or downwards from one that does not.
+
+  Args:
+    memory: of the config itself; None where the compiler gave up on it.
+  """
+  fitted = memory is not None and report.fits(memory, place)
+  found, here, others = (config, memory) if fitted else None, size_of(config, role), choices(config, role)
+  larger = [other for other in others if size_of(other, role) > here]
+  smaller = [other for other in reversed(others) if size_of(other, role) < here]
+  for other in larger if fitted else smaller:
+    say(f"trying {named(other, role)}")
+    needed = _memory(other, role, place)
+    fits = needed is not None and report.fits(needed, place)
+    if fits:
+      found = other, needed
+    if fits != fitted:
+      break
+  return found
+
+
+def meshes(sides: tuple[int, ...]) -> list[dict[str, int]]:
+  """Every mesh whose axes are products of the sides of a slice, each side in one axis."""
+  found = set()
+  for axes in itertools.product(sharding.AXES, repeat=len(sides)):
+    sizes = dict.fromkeys(sharding.AXES, 1)
+    for axis, side in zip(axes, sides):
+      sizes[axis] *= side
+    found.add(tuple(sizes.items()))
+  return [dict(sizes) for sizes in sorted(found)]
+
+
+def candidates(config: ConfigDict, role: str, place: Slice) -> list[ConfigDict]:
+  """The configs of a sweep that can be hoped to fit, the most promising by an estimate first."""
+  model = planned.model_of(config)
+  params = decoder.abstract_params(model)
+  hopeful = []
+  for sizes in meshes(place.sides):
+    if sizes["expert"] > 1 and not model.experts:
+      continue
+    try:
+      sharding.shardings(params, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+    except UserError:
+      continue
+    other = config.copy_and_resolve_references()
+    planned.mesh_of(other, role).update(sizes)
+    for choice in choices(other, role):
+      if planned.memory_estimate(choice, role).total < _HOPELESS * place.chip.hbm_bytes:
+        hopeful.append(choice)
+  return sorted(hopeful, key=lambda choice: _promise(choice, role))
+
+
+def _promise(config: ConfigDict, role: str) -> float:
+  """Smaller is better: bytes that a device takes in for a token, or for a sampler, holds for one."""
+  model, sizes = planned.model_of(config), planned.mesh_of(config, role).to_dict()
+  if role == "sampler":
+    return planned.memory_estimate(config, role).total / config.sampling.slots
+  rows, length = planned.rows_of(config), config.sampling.context
+  return estimates.learner_exchange(model, sizes, rows, length, config.batch.microbatches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+  ranked: list[tuple[ConfigDict, report.Plan]]  # those that fit, the fastest first
+  failed: list[tuple[ConfigDict, str]]  # and why
+  left: int  # for which there was no time
+
+
+def sweep(config: ConfigDict, role: str, place: Slice, seconds: float, say: Callable[[str], None]) -> Sweep:
+  """Compiles candidates until the time is over; what is larger than a choice that did not fit is not tried."""
+  start, ranked, failed = time.monotonic(), [], []
+  todo = candidates(config, role, place)
+  too_large: dict[tuple, int] = {}
+  for done, choice in enumerate(todo):
+    if time.monotonic() - start > seconds:
+      return Sweep(_ranked(ranked), failed, len(todo) - done)
+    mesh = tuple(planned.mesh_of(choice, role).to_dict().items())
+    what = f"{describe(choice, role)}; {named(choice, role)}"
+    if size_of(choice, role) >= too_large.get(mesh, math.inf):
+      failed.append((choice, "larger than one that does not fit"))
+      continue
+    say(f"{done + 1} of {len(todo)}: {what}")
+    try:
+      plan = planned.plan_of(choice, role, place)
+      reason = None if plan.fits else f"{(plan.memory.total + report.RESERVED) / GIB:.1f} GiB"
+    except Exhausted as error:
+      reason = f"{error.needed / GIB:.1f} GiB at least"
+    except UserError as error:
+      failed.append((choice, str(error)))
+      continue
+    if reason is None:
+      ranked.append((choice, plan))
+    else:
+      failed.append((choice, reason))
+      too_large[mesh] = min(size_of(choice, role), too_large.get(mesh, math.inf))
+  return Sweep(_ranked(ranked), failed, 0)
+
+
+def _ranked(plans: list[tuple[ConfigDict, report.Plan]]) -> list[tuple[ConfigDict, report.Plan]]:
+  return sorted(plans, key=lambda pair: -pair[1].rate)
+
+
+def describe(config: ConfigDict, role: str) -> str:
+  sizes = planned.mesh_of(config, role).to_dict()
+  return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
+def table(found: Sweep, role: str) -> Iterator[str]:
+  size = "slots" if role == "sampler" else "rows"
+  yield f"{'mesh':<32} {size:>6} {'GiB':>7} {'step, s':>9} {'tokens/s':>9} {'MFU, %':>7}  bound"
+  for config, plan in found.ranked:
+    gib = (plan.memory.total + report.RESERVED) / GIB
+    yield (
+      f"{describe(config, role):<32} {size_of(config, role):>6} {gib:>7.2f} {plan.roofline.seconds:>9.4f} "
+      f"{plan.rate:>9.0f} {100 * plan.mfu:>7.1f}  {plan.roofline.bound}"
+    )
+  for config, why in found.failed:
+    yield f"{describe(config, role):<32} {size_of(config, role):>6}  does not fit: {why}"
+  if found.left:
+    yield f"not tried for want of time: {found.left}"
+
+
+def advice(config: ConfigDict, role: str) -> str:
+  """What to change where no microbatch and no number of slots fits, the cheapest first."""
+  if role == "sampler":
+    if config.transport.weights_dtype != "bfloat16":
+      return "set transport.weights_dtype=bfloat16"
+    return "take more chips along sampling.mesh.tensor"
+  if config.model.remat != "full":
+    return f"set model.remat=full in place of {config.model.remat}"
+  if config.mesh.data > 1:
+    return f"move mesh.data={config.mesh.data} to mesh.fsdp, which shares out weights and optimizer"
+  return "take more chips along mesh.tensor, which shares out a row's activations, or a larger slice along mesh.fsdp"
