@@ -21,7 +21,7 @@ from estr_jax.observe.terminal import View
 from estr_jax.runtime.evaluation import Evaluator
 from estr_jax.runtime.learner_loop import Calibration, Learner, Schedule
 from estr_jax.sampler.engine import Engine, Sampling
-from estr_jax.structs import NO_EXPERT, Params, TrainState
+from estr_jax.structs import NO_EXPERT, Batch, Params, TrainState
 from estr_jax.tasks import TASKS
 from estr_jax.tasks.prompts import PromptStream
 from estr_jax.tasks.task import Task
@@ -89,6 +89,10 @@ def model_of(config: ConfigDict, tokenizer: Tokenizer | None) -> DecoderConfig:
       f"sampling.record_routing=True needs a model with 1 to {NO_EXPERT} experts and this one has {model.experts}; "
       "set it to False"
     )
+  if config.loss.router_balance and not model.experts:
+    raise UserError(
+      f"loss.router_balance={config.loss.router_balance} needs a model with experts and this one has none; set it to 0"
+    )
   return model
 
 
@@ -152,14 +156,20 @@ def _weight_files(config: ConfigDict) -> list[Path]:
 
 
 def initial_params(
-  config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer, stream: PromptStream, view: View
+  config: ConfigDict, model: DecoderConfig, tokenizer: Tokenizer, stream: PromptStream, abstract: Params, view: View
 ) -> Params:
-  """The folder's weights, or random ones; then the supervised warm start, if there is one."""
+  """The folder's weights, or random ones; then the supervised warm start, if there is one.
+
+  `abstract` says where they are to lie.
+  """
+  places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   if config.model.folder:
     view.phase("loading weights", detail=config.model.folder)
-    _, params = hf.load(Path(config.model.folder).expanduser(), model)
+    _, params = hf.load(Path(config.model.folder).expanduser(), model, places=places)
   else:
-    params = jax.jit(functools.partial(decoder.init, model))(key(config, _INIT))
+    random_key = np.asarray(jax.random.key_data(key(config, _INIT)))  # of no device, since it goes to all
+    init = jax.jit(lambda data: decoder.init(model, jax.random.wrap_key_data(data)), out_shardings=places)
+    params = init(random_key)
   w = config.warm_start
   if not w.steps:
     return params
@@ -182,11 +192,12 @@ def initial_params(
   def make() -> Params:
     view.phase("supervised warm start", 0, w.steps, "compiling")
     batches = warm_start.sample_batches(pool, batch=w.batch, rng=rng)
+    mesh = places["final_norm"]["scale"].mesh
     return warm_start.supervised(
-      model, params, batches, steps=w.steps, learning_rate=w.learning_rate, on_progress=progress
+      model, params, batches, mesh=mesh, steps=w.steps, learning_rate=w.learning_rate, on_progress=progress
     )
 
-  return warm_start.cached(cache_dir(config) / "warm_starts", recipe, decoder.abstract_params(model), make)
+  return warm_start.cached(cache_dir(config) / "warm_starts", recipe, abstract, make)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,10 +207,6 @@ class Update:
   learner: Learner
   abstract: TrainState
   init: "functools.partial[TrainState]"  # params -> state
-
-  def place(self, params: Params) -> Params:
-    """On the mesh as the state's own parameters lie."""
-    return jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, self.abstract.params))
 
 
 def objective_of(config: ConfigDict) -> tuple[step.Objective, step.Hyper]:
@@ -215,10 +222,11 @@ def objective_of(config: ConfigDict) -> tuple[step.Objective, step.Hyper]:
     aggregation_tokens=config.sampling.context,
     entropy_bonus=adaptive or bonus.coefficient > 0,
     kl=(loss.kl.estimator, loss.kl.anchor) if loss.kl.coefficient > 0 else None,
+    router_balance=loss.router_balance > 0,
     ess_step=config.optimizer.ess_step,
   )
   target = bonus.target if adaptive else -np.inf
-  scalars = (loss.kl.coefficient, target, bonus.step, bonus.largest)
+  scalars = (loss.kl.coefficient, target, bonus.step, bonus.largest, loss.router_balance)
   return objective, step.Hyper(numbers, *map(np.float32, scalars))
 
 
@@ -255,7 +263,12 @@ def update_of(config: ConfigDict, model: DecoderConfig, mesh: Mesh) -> Update:
     advantage_eps=config.advantage.eps,
     pack=False,
   )
-  place = functools.partial(jax.device_put, device=NamedSharding(mesh, sharding.BATCH_SPEC))
+  rows = NamedSharding(mesh, sharding.BATCH_SPEC)
+
+  def place(batch: Batch) -> Batch:
+    """Every process has the whole batch, and takes the rows of its devices."""
+    return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(rows, leaf, leaf.shape), batch)
+
   anchors = tuple(name for name in ("proximal", "reference") if objective.reads(name, hyper))
   score_step = step.make_score_step(model, **shared) if anchors else None
   calibration, fraction = None, settings.calibrated_fraction(config)

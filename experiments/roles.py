@@ -5,14 +5,16 @@ import dataclasses
 import functools
 import os
 import signal
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from estr_jax import hosts
 from estr_jax.errors import UserError
 from estr_jax.lab.staleness import OnPolicy, Simulated
 from estr_jax.learner import step
@@ -22,7 +24,7 @@ from estr_jax.model.decoder import DecoderConfig
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.observe.report import write_report
 from estr_jax.observe.terminal import View
-from estr_jax.observe.writers import MetricsFile, read, write_json
+from estr_jax.observe.writers import MetricsFile, Row, read, write_json
 from estr_jax.runtime import launch
 from estr_jax.runtime.learner_loop import before_and_after, learner_loop
 from estr_jax.runtime.rollouts import LocalRollouts, RemoteRollouts, Rollouts
@@ -30,7 +32,10 @@ from estr_jax.runtime.sampler_loop import abstract_weights, sampler_loop
 from estr_jax.tasks.prompts import PromptStream
 from estr_jax.transport.broker import Broker
 from estr_jax.transport.client import Client
-from estr_jax.transport.service import serve
+from estr_jax.transport.fetch import WeightSource
+from estr_jax.transport.placement import wanted_by
+from estr_jax.transport.security import is_loopback
+from estr_jax.transport.service import Server, serve, serve_weights
 from estr_jax.transport.weights import WeightStore
 from experiments import assembly, settings
 from experiments.workdir import check_same, record_config
@@ -39,37 +44,47 @@ _FAREWELL_S = 10.0  # for the samplers to hear that the run is over
 
 
 def sampler(config: ConfigDict, workdir: Path, name: str) -> int:
-  """Samples for the learner of the same config until it says that the run is over; returns the exit status."""
+  """Samples for the learner of the same config until it says that the run is over; returns the exit status.
+
+  In a group of processes all of them sample, and the first speaks with the learner.
+  """
   launch.die_with_parent()
   assembly.use_compilation_cache(config)
   tokenizer = assembly.tokenizer_of(config)
   model = assembly.model_of(config, tokenizer)
   mesh = sharding.make_mesh(config.sampling.mesh.to_dict())
   engine = assembly.engine_of(config, model, tokenizer, mesh)
-  address = launch.find_learner(workdir, config.transport.address)
-  client = Client(
-    address,
-    name,
-    description=assembly.description(config, model, tokenizer),
-    patience_s=config.queue.deadline_s,
-    tls=assembly.tls_of(config),
-    token=assembly.token_of(config),
-  )
-  print(f"{name} (process {os.getpid()}) samples for the learner at {address}", flush=True)
   abstract = abstract_weights(model, config.transport.weights_dtype, mesh)
-  sampler_loop(engine, client, abstract, group_size=config.batch.group_size, deadline_s=config.queue.deadline_s)
-  print(f"{name} is done after {engine.sampled_tokens} policy tokens", flush=True)
+  patience_s = config.queue.deadline_s
+  safety = {"tls": assembly.tls_of(config), "token": assembly.token_of(config)}
+  client = None
+  if hosts.leads():
+    address = launch.find_learner(workdir, config.transport.address)
+    description = assembly.description(config, model, tokenizer)
+    client = Client(address, name, description=description, patience_s=patience_s, **safety)
+    print(f"{name} (process {os.getpid()}) samples for the learner at {address}", flush=True)
+  source = functools.partial(WeightSource, wanted=wanted_by(abstract), patience_s=patience_s, **safety)
+  sampler_loop(engine, client, source, abstract, group_size=config.batch.group_size, deadline_s=patience_s)
+  if hosts.leads():
+    print(f"{name} is done after {engine.sampled_tokens} policy tokens", flush=True)
   return 0
 
 
 def learner(config: ConfigDict, workdir: Path, name: str) -> int:
-  """Trains to the end, and writes the summary and the report; returns the exit status."""
+  """Trains to the end, and writes the summary and the report; returns the exit status.
+
+  In a group of processes all of them train, and the first does the rest.
+  """
   launch.die_with_parent()
   # Unwinds like Ctrl-C: the terminal is given back, and a checkpoint that is being written is finished.
   signal.signal(signal.SIGTERM, signal.default_int_handler)
   edge = settings.edge_of(config)
   loss = f"{config.loss.name} on the {edge} edge" if edge else config.loss.name
   title = f"{config.task.name} · {loss} · {config.mode}"
+  if not hosts.leads():
+    with open(os.devnull, "w") as nowhere, View(title, config.steps, file=nowhere) as view:
+      train(config, workdir, view)
+    return 0
   with launch.only_learner(workdir), View(title, config.steps) as view:
     view.phase("starting")
     summary = train(config, workdir, view) | {"config_name": name}
@@ -96,7 +111,7 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
   tokenizer = assembly.tokenizer_of(config)
   model = assembly.model_of(config, tokenizer)
   view.phase("preparing prompts", detail=config.task.name)
-  stream = assembly.stream_of(config, tokenizer)
+  stream = hosts.leader_first(lambda: assembly.stream_of(config, tokenizer))
   mesh = assembly.mesh_of(config)
   update = assembly.update_of(config, model, mesh)
   evaluate = assembly.evaluator_of(config, model, tokenizer, stream, mesh)
@@ -113,13 +128,16 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
       )
     if latest is not None:
       check_same(config, workdir)
-    record_config(config, workdir)
-    version_0 = functools.partial(assembly.initial_params, config, model, tokenizer, stream, view)
-    reference = update.place(version_0()) if "reference" in update.learner.anchors else None
     metrics_path = workdir / "metrics.jsonl"
+    if hosts.leads():
+      record_config(config, workdir)
+      if latest is None:
+        metrics_path.unlink(missing_ok=True)  # nothing of a start that left no checkpoint counts
+    abstract = update.abstract.params
+    version_0 = functools.partial(assembly.initial_params, config, model, tokenizer, stream, abstract, view)
+    reference = version_0() if "reference" in update.learner.anchors else None
     if latest is None:
       cursor = None
-      metrics_path.unlink(missing_ok=True)  # nothing of a start that left no checkpoint counts
       state = update.init(version_0() if reference is None else reference)
     else:
       state, record = checkpoints.restore(update.abstract, latest)
@@ -130,7 +148,7 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
         update = dataclasses.replace(update, learner=update.learner.with_tau(record["tau"]))
       view.resume(latest)
     source = rollouts_of(config, workdir, model, tokenizer, mesh, stream, cursor, latest or 0, view)
-    with MetricsFile(metrics_path, resume_step=latest) as metrics_file, source as (rollouts, participants):
+    with recorder(metrics_path, latest, view) as record, source as (rollouts, participants):
       learner_loop(
         state,
         rollouts,
@@ -140,16 +158,31 @@ def train(config: ConfigDict, workdir: Path, view: View) -> dict:
         evaluate=evaluate,
         checkpoints=checkpoints,
         host_record={"seed": config.seed},
-        metrics_file=metrics_file,
+        record=record,
         view=view,
       )
       participants = participants()
   return {
-    **summarise(config, metrics_path),
+    **(summarise(config, metrics_path) if hosts.leads() else {}),
     **participants,
     "compilations": step.compilations(update.learner.train_step),
     "wall_s": time.monotonic() - began,
   }
+
+
+@contextlib.contextmanager
+def recorder(path: Path, resume_step: int | None, view: View) -> Iterator[Callable[[Row], None]]:
+  """Where rows go: into metrics.jsonl and to the view, on the process that leads."""
+  if not hosts.leads():
+    yield lambda row: None
+    return
+  with MetricsFile(path, resume_step=resume_step) as file:
+
+    def record(row: Row) -> None:
+      file.append(row)
+      view.step(row)
+
+    yield record
 
 
 @contextlib.contextmanager
@@ -174,38 +207,36 @@ def rollouts_of(
     rollouts = LocalRollouts(engine, stream.at, schedule, groups_per_batch=config.batch.groups, cursor=cursor)
     yield rollouts, lambda: {"process_ids": {"learner": os.getpid()}, "acknowledged_versions": {}}
     return
-  broker = Broker(
-    stream.at,
-    groups_per_batch=config.batch.groups,
-    max_staleness=s.max,
-    admission=s.admission,
-    capacity=config.queue.capacity,
-    last_version=config.steps,
-    lease_timeout_s=config.queue.lease_timeout_s,
-  )
-  if cursor is not None:
-    broker.restore(cursor, version)
-  store = WeightStore()
-  server = serve(
-    config.transport.address,
-    broker,
-    store,
-    description=assembly.description(config, model, tokenizer),
-    tls=assembly.tls_of(config),
-    token=assembly.token_of(config),
-  )
+  store, broker = WeightStore(), None
+  if hosts.leads():
+    broker = Broker(
+      stream.at,
+      groups_per_batch=config.batch.groups,
+      max_staleness=s.max,
+      admission=s.admission,
+      capacity=config.queue.capacity,
+      last_version=config.steps,
+      lease_timeout_s=config.queue.lease_timeout_s,
+    )
+    if cursor is not None:
+      broker.restore(cursor, version)
 
   def show(broker: Broker) -> None:
     view.samplers({name: member["state"] for name, member in broker.stats()["samplers"].items()})
 
   def participants() -> dict:
-    broker.farewell(_FAREWELL_S)
-    stats = broker.stats()
+    def farewell() -> dict:
+      broker.farewell(_FAREWELL_S)
+      return broker.stats()
+
+    stats = hosts.lead(farewell)
     pids = {name: member["pid"] for name, member in stats["samplers"].items()}
     return {"process_ids": {"learner": os.getpid(), **pids}, "acknowledged_versions": stats["acknowledged"]}
 
+  server = served(config, broker, store, assembly.description(config, model, tokenizer))
   try:
-    launch.announce_learner(workdir, server.address)
+    if hosts.leads():
+      launch.announce_learner(workdir, server.address)
     yield (
       RemoteRollouts(
         broker,
@@ -218,6 +249,27 @@ def rollouts_of(
     )
   finally:
     server.stop()
+
+
+def served(config: ConfigDict, broker: Broker | None, store: WeightStore, description: Mapping[str, str]) -> Server:
+  """The services of this process of the learner: the first has the broker, the others serve weights only."""
+  address = config.transport.address
+  safety = {"tls": assembly.tls_of(config), "token": assembly.token_of(config)}
+  incarnation = hosts.broadcast(broker.incarnation if broker is not None else None)
+  made: list[Server] = []
+  # The others first: who joins the learner is told of all of them.
+  if broker is None:
+    here = f"{address.rpartition(':')[0]}:0" if is_loopback(address) else address  # on one machine a port is one's own
+    made.append(serve_weights(here, store, incarnation=incarnation, **safety))
+  _, *others = hosts.gather(made and reachable(made[0].address))
+  hosts.lead(lambda: made.append(serve(address, broker, store, description=description, other_hosts=others, **safety)))
+  return made[0]
+
+
+def reachable(address: str) -> str:
+  """Where others find what listens on `address`: this host's own name in place of "all interfaces"."""
+  host, _, port = address.rpartition(":")
+  return f"{socket.getfqdn()}:{port}" if host in ("0.0.0.0", "[::]") else address
 
 
 def summarise(config: ConfigDict, metrics_path: Path) -> dict:

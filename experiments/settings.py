@@ -291,7 +291,7 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     if key.count(".") == 2 and key.split(".")[1] in LOSSES and not isinstance(value, str):
       yield value > 0, f"{key}={value} must be above 0"
   not_negative = (
-    "loss.entropy.coefficient loss.entropy.target loss.kl.coefficient "
+    "loss.entropy.coefficient loss.entropy.target loss.kl.coefficient loss.router_balance "
     "model.vocabulary staleness.intra staleness.inter staleness.max warm_start.steps eval.every optimizer.warmup_steps "
     "optimizer.weight_decay"
   )
@@ -347,6 +347,7 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     ("batch.groups x batch.group_size", c.batch.groups * c.batch.group_size, "mesh", ["batch.microbatches"]),
     ("sampling.slots", c.sampling.slots, "sampling.mesh" if c.mode == "async" else "mesh", []),
     ("eval.slots", c.eval.slots, "mesh", []),
+    ("warm_start.batch", c.warm_start.batch if c.warm_start.steps else 0, "mesh", []),
   ):
     keys = [*more, *(f"{mesh}.{axis}" for axis in BATCH_AXES)]
     parts = math.prod(values[key] for key in keys)

@@ -3,12 +3,14 @@
     python -m experiments.train --config=configs/quickstart.py --workdir=DIR [--config.KEY=VALUE ...]
 
 In mode async the default --role=all starts a learner and a sampler process on this machine and looks after them;
---role=learner and --role=sampler start one of them alone. The other modes are one process. Running the same command
-again goes on from the last checkpoint. DIR gets metrics.jsonl, summary.json, config.json, report.html, checkpoints and
-the sampler's log.
+--role=learner and --role=sampler start one of them alone. The other modes are one process. A role whose devices hang on
+several hosts is started on each of them, with --coordinator; they share DIR. Running the same command again goes on
+from the last checkpoint. DIR gets metrics.jsonl, summary.json, config.json, report.html, checkpoints and the sampler's
+log.
 """
 
 import os
+import re
 import socket
 import sys
 
@@ -27,6 +29,11 @@ def define_flags() -> None:
   settings.define_config()
   flags.DEFINE_string("workdir", None, "Where the run keeps its files.")
   flags.DEFINE_enum("role", "all", ROLES, "What this process is, in mode async.")
+  flags.DEFINE_string(
+    "coordinator", None, "HOST:PORT of the first of several processes that share this role; auto on Cloud TPU and GKE."
+  )
+  flags.DEFINE_integer("processes", None, "How many processes share this role; not with --coordinator=auto.")
+  flags.DEFINE_integer("process", None, "Which of them this is, from 0; not with --coordinator=auto.")
   flags.DEFINE_string("sampler_name", None, "A sampler's name, unique in its run; by default its host and process.")
 
 
@@ -44,14 +51,40 @@ def program() -> int:
     return 0
   if FLAGS.role == "learner" and config.transport.address.endswith(":0") and not launched():
     raise UserError("samplers that are started by hand must know where to go: name a port in transport.address")
+  group = group_of(config.mode)
   if config.mode == "async" and FLAGS.role == "all":
     return launch(commands(sys.argv[1:]), folder)
 
+  from estr_jax import hosts
   from experiments import roles  # slow to import, and the launcher needs none of it
 
+  if group is not None:
+    hosts.join(*group)
   if FLAGS.role == "sampler":
     return roles.sampler(config, folder, FLAGS.sampler_name or f"{socket.gethostname()}-{os.getpid()}")
   return roles.learner(config, folder, settings.config_name())
+
+
+def group_of(mode: str) -> tuple[str, int | None, int | None] | None:
+  """The arguments of `hosts.join`, or None for a role of one process. Raises UserError where the flags are at odds."""
+  coordinator, processes, process = FLAGS.coordinator, FLAGS.processes, FLAGS.process
+  if coordinator is None:
+    if (processes, process) != (None, None):
+      raise UserError("--processes and --process are of a group: name its first process with --coordinator=HOST:PORT")
+    return None
+  if mode == "async" and FLAGS.role == "all":
+    raise UserError(f"--coordinator={coordinator} is of one role: name it with --role=learner or --role=sampler")
+  if coordinator == "auto":
+    if (processes, process) != (None, None):
+      raise UserError("--coordinator=auto finds --processes and --process by itself: leave them out")
+    return coordinator, None, None
+  if not re.fullmatch(r"[^:]+:[0-9]+", coordinator):
+    raise UserError(f"--coordinator={coordinator} is neither HOST:PORT nor auto")
+  if processes is None or process is None or not 0 <= process < processes:
+    raise UserError(
+      f"--coordinator={coordinator} needs --processes, how many there are, and --process, which of them this is, from 0"
+    )
+  return coordinator, processes, process
 
 
 def commands(arguments: list[str]) -> dict[str, list[str]]:

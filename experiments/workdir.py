@@ -1,7 +1,7 @@
 """A run's folder: whether it can be used, whether its run is done, and whether a config may go on with it."""
 
 import json
-import os
+import tempfile
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -33,9 +33,7 @@ def make(path: str) -> Path:
   workdir = Path(path).expanduser().absolute()
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    probe = workdir / f".writable-{os.getpid()}"  # several processes may try at once
-    probe.touch()
-    probe.unlink()
+    tempfile.TemporaryFile(dir=workdir).close()  # under a name of its own: several processes may try at once
   except OSError as error:
     raise UserError(f"--workdir={path} cannot be written: {error.strerror}; choose another folder") from error
   return workdir

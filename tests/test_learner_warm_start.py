@@ -40,6 +40,7 @@ def test_it_learns_the_masked_tokens_only():
     MODEL,
     before,
     batches,
+    mesh=None,
     steps=95,
     learning_rate=2e-2,
     on_progress=lambda step, loss: losses.append((step, loss)),
@@ -52,7 +53,7 @@ def test_it_learns_the_masked_tokens_only():
 def test_too_few_demonstrations_are_an_error():
   """Fails if a finite iterator ends the warm start early without a word."""
   with pytest.raises(ValueError, match="the demonstrations ended after 0 of 5 steps"):
-    warm_start.supervised(MODEL, initial_params(), iter([]), steps=5, learning_rate=1e-3, on_progress=print)
+    warm_start.supervised(MODEL, initial_params(), iter([]), mesh=None, steps=5, learning_rate=1e-3, on_progress=print)
 
 
 def test_the_cache_makes_each_recipe_once(tmp_path):

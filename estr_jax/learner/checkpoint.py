@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_utils
 
+from estr_jax import hosts
 from estr_jax.errors import UserError
 from estr_jax.model.sharding import path_name
 from estr_jax.structs import Params, TrainState
@@ -29,7 +30,8 @@ _DENIED = ({errno.EACCES, errno.EPERM, errno.EROFS}, ("Permission denied", "Read
 
 
 class Checkpoints:
-  """The checkpoints of one run in one folder, written in the background. One writer a folder.
+  """The checkpoints of one run in one folder, written in the background. One writer a folder, or one group of
+  processes, each of which writes what its devices hold into the folder that they share and makes the same calls.
 
   A save that fails in the background surfaces once, at the next `check`, `save` or `wait`; the checkpoints
   before it stay usable. Every method raises UserError for a full or unwritable disk.
@@ -121,18 +123,21 @@ def save_params(folder: str | os.PathLike, params: Params) -> None:
   Where another process was faster, its folder stays.
   """
   folder = Path(folder).absolute()
-  partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex}")
+  partial = folder.with_name(f"{folder.name}.partial-{hosts.broadcast(uuid.uuid4().hex)}")
   try:
     with _storage_faults(folder), ocp.PyTreeCheckpointer() as checkpointer:
       folder.parent.mkdir(parents=True, exist_ok=True)
       checkpointer.save(partial, {"params": params})
       try:
-        partial.rename(folder)
+        if hosts.leads():
+          partial.rename(folder)
       except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
           raise
+      hosts.meet("parameters are saved")
   finally:
-    shutil.rmtree(partial, ignore_errors=True)
+    if hosts.leads():
+      shutil.rmtree(partial, ignore_errors=True)
 
 
 def load_params(folder: str | os.PathLike, abstract: Params) -> Params:

@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
+from estr_jax import hosts
 from estr_jax.errors import UserError
 from estr_jax.learner import checkpoint, optimizer
 from estr_jax.learner.step import score_tokens
 from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.sharding import shardings
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.structs import Params
 from estr_jax.tasks.task import Example, Task
@@ -76,6 +79,7 @@ def supervised(
   params: Params,
   batches: Iterator[Tokens],
   *,
+  mesh: Mesh | None,
   steps: int,
   learning_rate: float,
   on_progress: Callable[[int, float], None],
@@ -84,8 +88,9 @@ def supervised(
 
   Args:
     model: the decoder.
-    params: where to start; left as they are. The work is done where they lie.
+    params: where to start; left as they are.
     batches: (tokens_BT, mask_BT) of one shape, rows padded at the end; `steps` of them are taken.
+    mesh: where the parameters lie by the sharding rules; None on one device. Rows divide over its `batch_shards`.
     steps: updates.
     learning_rate: its peak.
     on_progress: called with (steps done, newest loss in nats per token) every STEPS_PER_CALL updates.
@@ -107,7 +112,8 @@ def supervised(
     # Padding stands behind what it could disturb, so one segment a row is enough. Computed from the tokens, so that the
     # compiler does not spend seconds on folding a constant.
     segment_BT = (tokens_BT >= 0).astype(jnp.int32)
-    policy = score_tokens(model, params, tokens_BT, segment_BT, temperature=1.0, chunk=_VOCABULARY_CHUNK, entropy=False)
+    how = dict(temperature=1.0, chunk=_VOCABULARY_CHUNK, entropy=False, mesh=mesh)
+    policy = score_tokens(model, params, tokens_BT, segment_BT, **how)
     return -jnp.sum(policy.logprob * mask_BT) / jnp.maximum(mask_BT.sum(), 1)
 
   def update(carry, batch):
@@ -116,9 +122,11 @@ def supervised(
     updates, opt_state = rule.update(gradient, opt_state, params)
     return (optax.apply_updates(params, updates), opt_state), value
 
-  @jax.jit
-  def start(params):
+  def create(params):
     return jax.tree.map(jnp.copy, params), rule.init(params)
+
+  places = None if mesh is None else shardings(jax.eval_shape(create, params), mesh)
+  start = jax.jit(create, out_shardings=places)
 
   @functools.partial(jax.jit, donate_argnums=0)
   def advance(carry, tokens_KBT, mask_KBT):
@@ -149,7 +157,7 @@ def cached(folder: Path, recipe: Mapping[str, Any], abstract: Params, make: Call
   """What `make` makes, made once for each recipe and read back from `folder` after that.
 
   Args:
-    folder: of the cache; safe to share between processes.
+    folder: of the cache; safe to share between processes, and shared by those of a group.
     recipe: JSON: everything that the result depends on (model, seed, steps, `digest` of the demonstrations).
     abstract: shapes, dtypes and shardings of the result.
     make: called only where the recipe is new.
@@ -159,6 +167,6 @@ def cached(folder: Path, recipe: Mapping[str, Any], abstract: Params, make: Call
   """
   key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
   entry = Path(folder) / key
-  if not entry.is_dir():
+  if not hosts.broadcast(entry.is_dir()):
     checkpoint.save_params(entry, make())
   return checkpoint.load_params(entry, abstract)

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from estr_jax import hosts
 from estr_jax.errors import UserError
 from estr_jax.learner import batching, step
 from estr_jax.learner.checkpoint import Checkpoints
 from estr_jax.objective import diagnostics
 from estr_jax.objective.calibration import quantile_threshold
 from estr_jax.observe.terminal import View
-from estr_jax.observe.writers import MetricsFile, Row, to_row
+from estr_jax.observe.writers import Row, to_row
 from estr_jax.runtime.rollouts import Groups, Rollouts
 from estr_jax.structs import Batch, Mean, Params, TrainState, Weights
 
@@ -81,10 +82,10 @@ def learner_loop(
   evaluate: Evaluate,
   checkpoints: Checkpoints,
   host_record: Mapping,
-  metrics_file: MetricsFile,
+  record: Callable[[Row], None],
   view: View,
 ) -> None:
-  """Trains until `schedule.steps` updates are done.
+  """Trains until `schedule.steps` updates are done. Every process of the learner's group runs it, in step.
 
   Args:
     state: where to go on from; donated.
@@ -95,18 +96,17 @@ def learner_loop(
     evaluate: of held-out prompts.
     checkpoints: of state, prompt cursor, tau and `host_record`.
     host_record: JSON that a resumed run checks.
-    metrics_file: gets one row per update, and one of step 0 with the evaluation before training.
+    record: gets one row per update, and one of step 0 with the evaluation before training.
     view: shows the run.
   """
   copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))  # the state's own buffers are donated
   version = int(state.step)
   weights = Weights(version, copy(state.params))
   rollouts.publish(weights)
-  if version == 0 and metrics_file.last_step is None:
+  if checkpoints.latest() is None:
     view.phase("evaluating before training", detail=f"{schedule.eval_prompts} held-out prompts")
     row = to_row(0, dict(evaluate(weights, schedule.eval_prompts)))
-    metrics_file.append(row)
-    view.step(row)
+    record(row)
     checkpoints.save(0, state, {**host_record, "tau": learner.tau(), "cursor": rollouts.cursor()})
   view.phase("waiting for the first batch")
   ended = time.monotonic()
@@ -155,8 +155,7 @@ def learner_loop(
     ended = now
     row = to_row(version, metrics)
     # The row before the checkpoint: a run that is killed between the two repeats the step and rewrites its row.
-    metrics_file.append(row)
-    view.step(row)
+    record(row)
     checkpoints.check()
     if last or version % schedule.checkpoint_every == 0:
       checkpoints.save(version, state, {**host_record, "tau": learner.tau(), "cursor": rollouts.cursor()})
@@ -172,7 +171,8 @@ def _calibrated(
   stale = tokens - staleness_histogram[0]
   if version < calibration.first_version or stale == 0 or stale < calibration.stale_share * tokens:
     return learner
-  tau = quantile_threshold(calibration.score_step(params, batch), batch.mask, calibration.fraction)
+  score_BT, mask_BT = hosts.whole((calibration.score_step(params, batch), batch.mask))
+  tau = quantile_threshold(score_BT, mask_BT, calibration.fraction)
   if tau < _ROUNDING:
     return learner
   view.phase("tau is found", detail=f"{tau:.3g} masks {calibration.fraction:.2%} of the batch of version {version}")

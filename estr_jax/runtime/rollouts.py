@@ -6,6 +6,7 @@ from typing import Protocol
 
 import jax
 
+from estr_jax import hosts
 from estr_jax.errors import UserError
 from estr_jax.lab.staleness import OnPolicy, Simulated, check_realised
 from estr_jax.sampler.engine import Engine
@@ -99,18 +100,28 @@ class LocalRollouts:
 
 
 class RemoteRollouts:
-  """Takes what sampler processes put into the queue: mode async."""
+  """Takes what sampler processes put into the queue: mode async.
+
+  In a group of processes the first has the broker and hands every batch on; each serves its own part of the weights.
+  """
 
   def __init__(
     self,
-    broker: Broker,
+    broker: Broker | None,
     store: WeightStore,
     *,
     weights_dtype: str,
     deadline_s: float,
     on_wait: Callable[[Broker], None],
   ):
-    """`on_wait` is called about once a second while a batch is awaited; `deadline_s` bounds that wait."""
+    """
+    Args:
+      broker: None where another process has it.
+      store: of this process's part of the weights.
+      weights_dtype: of the weights on the wire.
+      deadline_s: the longest wait for a batch.
+      on_wait: called about once a second while a batch is awaited.
+    """
     self._broker, self._store = broker, store
     self._deadline_s, self._on_wait = deadline_s, on_wait
     self._cast = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(weights_dtype), params))
@@ -119,26 +130,35 @@ class RemoteRollouts:
 
   def take(self, version: int) -> Groups:
     deadline = time.monotonic() + self._deadline_s
-    while True:
-      try:
-        return self._broker.take(version, _LOOK_S)
-      except NotReady as reason:
-        self._on_wait(self._broker)
-        if time.monotonic() > deadline:
-          raise UserError(
-            f"no batch within queue.deadline_s = {self._deadline_s:.0f} s: {reason}; look at the samplers' logs"
-          ) from reason
+    # One look at a time, so that the other processes of a group never wait long for what this one has to say.
+    while (groups := hosts.lead(lambda: self._look(version, deadline))) is None:
+      pass
+    return groups
+
+  def _look(self, version: int, deadline: float) -> Groups | None:
+    try:
+      return self._broker.take(version, _LOOK_S)
+    except NotReady as reason:
+      self._on_wait(self._broker)
+      if time.monotonic() > deadline:
+        raise UserError(
+          f"no batch within queue.deadline_s = {self._deadline_s:.0f} s: {reason}; look at the samplers' logs"
+        ) from reason
+      return None
 
   def publish(self, weights: Weights) -> None:
     params = self._cast(weights.params)
-    # The broker first: a sampler that already samples with these weights must not come from the future.
-    self._broker.announce(weights.version)
+    if self._broker is not None:
+      # Before the store: a sampler that already samples with these weights must not come from the future.
+      self._broker.announce(weights.version)
     self._store.publish(weights.version, pieces_of(params))
 
   def cursor(self) -> dict:
-    return self._broker.cursor()
+    return {} if self._broker is None else self._broker.cursor()
 
   def metrics(self) -> dict[str, Mean | float]:
+    if self._broker is None:
+      return {}
     stats = self._broker.stats()
     last, self._last = self._last, {name: stats[name] for name in self._last}
     accepted, generated = (
@@ -156,4 +176,5 @@ class RemoteRollouts:
     }
 
   def finish(self) -> None:
-    self._broker.finish()
+    if self._broker is not None:
+      self._broker.finish()

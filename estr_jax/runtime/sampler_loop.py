@@ -4,10 +4,13 @@ import collections
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
+from estr_jax import hosts
 from estr_jax.errors import UserError
 from estr_jax.model.decoder import DecoderConfig, abstract_params
 from estr_jax.model.sharding import shardings
@@ -15,8 +18,9 @@ from estr_jax.sampler.engine import Engine
 from estr_jax.structs import NO_VERSION, Params, Prompt, Trajectory, Weights
 from estr_jax.transport.broker import StaleIncarnation
 from estr_jax.transport.client import Client
-from estr_jax.transport.fetch import WeightSource
-from estr_jax.transport.placement import placed, wanted_by
+from estr_jax.transport.fetch import Membership, WeightSource
+from estr_jax.transport.placement import placed
+from estr_jax.transport.weights import VersionGone
 
 _FETCH_WAIT_S = 10.0  # of one call for newer weights
 _IDLE_WAIT_S = 1.0  # of one call for prompts while nothing else is to be done
@@ -54,26 +58,56 @@ class Status:
       return self._state, time.monotonic() - self._since
 
 
+class _State(NamedTuple):
+  """What a process of a group tells the others of its fetching."""
+
+  named: int  # by the learner, to process 0
+  arrived: int  # all of its regions are on the devices
+  gone: int  # the learner holds it no more
+  fault: Exception | None
+
+
 class Fetcher:
-  """Fetches newer weights in a thread, so that decoding goes on meanwhile."""
+  """Fetches newer weights in a thread, so that decoding goes on meanwhile.
+
+  In a group each process fetches what its own devices need. The learner names a version to process 0, the others ask
+  for exactly that one, and it counts when all of them have it; not before does process 0 ask for the next.
+  """
 
   def __init__(self, source: WeightSource, abstract: Params):
     self._source, self._abstract = source, abstract
+    self._named, self._gone = NO_VERSION, NO_VERSION
+    self._arrived: Weights | None = None
     self._newest: Weights | None = None
     self._fault: Exception | None = None
-    self._stopped = threading.Event()
+    self._stopped, self._agreed, self._asked = threading.Event(), threading.Event(), threading.Event()
     self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
     self._thread.start()
 
   def newest(self) -> Weights | None:
-    """None before the first ones arrived. Raises what the thread died of."""
-    if self._fault is not None:
-      raise self._fault
+    """None before the first ones arrived. Raises what the thread died of, on every process of the group."""
+    arrived = self._arrived
+    version = NO_VERSION if arrived is None else arrived.version
+    states = hosts.gather(_State(self._named, version, self._gone, self._fault))
+    for state in states:
+      if state.fault is not None:
+        raise state.fault
+    if any(state.gone == states[0].arrived != NO_VERSION for state in states):
+      self._arrived = None  # some process came too late for it
+      self._agreed.set()
+    elif version != NO_VERSION and all(state.arrived == version for state in states):
+      self._newest, self._arrived = arrived, None
+      self._agreed.set()
+    elif not hosts.leads() and states[0].named not in (self._named, version):
+      self._named = states[0].named
+      self._asked.set()
     return self._newest
 
   def stop(self) -> None:
     """The thread ends, and its present call with it."""
     self._stopped.set()
+    self._agreed.set()
+    self._asked.set()
     self._source.close()
 
   def join(self, seconds: float) -> None:
@@ -81,15 +115,38 @@ class Fetcher:
     self._thread.join(seconds)
 
   def _run(self) -> None:
-    have = NO_VERSION
     try:
       while not self._stopped.is_set():
-        found = self._source.fetch(have, _FETCH_WAIT_S)
-        if found is not None:
-          have, blocks = found
-          self._newest = Weights(have, placed(self._abstract, blocks))
+        if hosts.leads():
+          self._fetch_newer()
+        else:
+          self._fetch_named()
     except Exception as fault:  # handed to the loop's thread by `newest`
       self._fault = fault
+
+  def _fetch_newer(self) -> None:
+    self._agreed.clear()
+    have = NO_VERSION if self._newest is None else self._newest.version
+    found = self._source.fetch(have, _FETCH_WAIT_S, self._name)
+    if found is None:
+      return
+    version, blocks = found
+    self._arrived = Weights(version, placed(self._abstract, blocks))
+    self._agreed.wait()
+
+  def _name(self, version: int) -> None:
+    self._named = version
+
+  def _fetch_named(self) -> None:
+    self._asked.wait()
+    self._asked.clear()
+    version = self._named
+    if version == NO_VERSION:
+      return
+    try:
+      self._arrived = Weights(version, placed(self._abstract, self._source.fetch_exactly(version)))
+    except VersionGone:
+      self._gone = version
 
 
 @dataclasses.dataclass
@@ -106,7 +163,15 @@ class _Work:
     return cls(collections.deque(), {}, {})
 
 
-def sampler_loop(engine: Engine, client: Client, abstract: Params, *, group_size: int, deadline_s: float) -> None:
+def sampler_loop(
+  engine: Engine,
+  client: Client | None,
+  source: Callable[[Membership], WeightSource],
+  abstract: Params,
+  *,
+  group_size: int,
+  deadline_s: float,
+) -> None:
   """Samples until the learner says that the run is over.
 
   A learner that restarts ends the work in hand: it may have gone back to older weights, from which what was sampled
@@ -114,7 +179,9 @@ def sampler_loop(engine: Engine, client: Client, abstract: Params, *, group_size
 
   Args:
     engine: empty.
-    client: not joined yet; closed at the end.
+    client: not joined yet; closed at the end. In a group of processes the first has it, and tells the others what it
+      is told; their engines make the same calls.
+    source: of the regions that this process wants.
     abstract: the engine's parameters, as `abstract_weights` makes them.
     group_size: prompts of a group, by which the wish for prompts is counted.
     deadline_s: the longest wait for weights that the learner must have.
@@ -124,13 +191,13 @@ def sampler_loop(engine: Engine, client: Client, abstract: Params, *, group_size
   """
   status = Status()
   fetcher = None
-  wanted = wanted_by(abstract)
   try:
     while True:
-      client.join()
-      if fetcher is None:
+      hosts.lead(lambda: client.join())
+      membership = hosts.lead(lambda: client.membership())
+      if fetcher is None and client is not None:
         client.start_beats(status.report)
-      fetcher = Fetcher(client.weights(wanted), abstract)
+      fetcher = Fetcher(source(membership), abstract)
       try:
         _sample(engine, client, fetcher, status, group_size, deadline_s)
         return
@@ -140,19 +207,21 @@ def sampler_loop(engine: Engine, client: Client, abstract: Params, *, group_size
       finally:
         fetcher.stop()
   finally:
-    client.close()
+    if client is not None:
+      client.close()
     if fetcher is not None:
       fetcher.join(_GOODBYE_S)
 
 
 def _sample(
-  engine: Engine, client: Client, fetcher: Fetcher, status: Status, group_size: int, deadline_s: float
+  engine: Engine, client: Client | None, fetcher: Fetcher, status: Status, group_size: int, deadline_s: float
 ) -> None:
   engine.set_weights(_wait_for_weights(0, fetcher, status, deadline_s))
   work = _Work.nothing()
   while True:
     engine.set_weights(fetcher.newest())
-    client.holds(engine.version, status.waited_s)
+    if client is not None:
+      client.holds(engine.version, status.waited_s)
     idle = engine.free == engine.slots
     if idle and engine.version < work.needs:
       engine.set_weights(_wait_for_weights(work.needs, fetcher, status, deadline_s))
@@ -160,7 +229,8 @@ def _sample(
     if room > 0 and engine.version >= work.needs:
       if idle and not work.waiting:
         status.set("waiting")
-      lease = client.lease(-(-room // group_size), _IDLE_WAIT_S if idle and not work.waiting else 0.0)
+      asked = (-(-room // group_size), _IDLE_WAIT_S if idle and not work.waiting else 0.0)
+      lease = hosts.lead(lambda asked=asked: client.lease(*asked))
       if lease.finished:
         return
       for prompts in lease.groups:
@@ -176,15 +246,15 @@ def _sample(
       group = trajectory.group
       work.done.setdefault(group, []).append(trajectory)
       if len(work.done[group]) == work.sizes[group]:
-        client.put(work.done.pop(group))
-        del work.sizes[group]
+        hosts.lead(lambda group=group: client.put(work.done[group]))
+        del work.sizes[group], work.done[group]
 
 
 def _wait_for_weights(version: int, fetcher: Fetcher, status: Status, deadline_s: float) -> Weights:
   """Weights of `version` or newer; the learner has them or is about to."""
   status.set("fetching")
   while (weights := fetcher.newest()) is None or weights.version < version:
-    if status.waiting_s() > deadline_s:
+    if hosts.lead(status.waiting_s) > deadline_s:
       raise UserError(
         f"no weights of version {version} from the learner within queue.deadline_s = {deadline_s:.0f} s; "
         "look at its output"

@@ -11,8 +11,7 @@ from estr_jax.transport import estr_jax_pb2_grpc as pb_grpc
 from estr_jax.transport import security, wire
 from estr_jax.transport.broker import Lease, StaleIncarnation
 from estr_jax.transport.calls import NoAnswer, open_channel, patiently, translated, until
-from estr_jax.transport.fetch import Membership, WeightSource
-from estr_jax.transport.regions import Region
+from estr_jax.transport.fetch import Membership
 from estr_jax.transport.security import Tls
 
 # Seconds until a call counts as unanswered, on top of the time that it was asked to wait.
@@ -46,7 +45,6 @@ class Client:
     self._name = name
     self._description = dict(description)
     self._patience_s = patience_s
-    self._tls, self._token = tls, token
     self._metadata = security.token_metadata(token)
     self._rollouts = pb_grpc.RolloutsStub(self._channel)
     self._incarnation = ""
@@ -102,10 +100,6 @@ class Client:
     if not self._incarnation:
       raise RuntimeError("join before the weights")
     return Membership(self._name, self._incarnation, self._hosts)
-
-  def weights(self, wanted: Sequence[Region]) -> WeightSource:
-    """The source of the regions that this process wants, until the next join; the caller closes it."""
-    return WeightSource(self.membership(), wanted, patience_s=self._patience_s, tls=self._tls, token=self._token)
 
   def holds(self, version: int, waited_s: float) -> None:
     """What every later call tells the learner: the version sampled with, and the seconds waited since the start."""
