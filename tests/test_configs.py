@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 
 from configs import default, quickstart, recipes, smollm2_sums
+from configs.paper import browsecomp_plus, dapo_math, gsm8k_multiturn
 from estr_jax.model import decoder, hf
 from estr_jax.observe.terminal import View
 from estr_jax.observe.writers import read
@@ -85,6 +86,21 @@ def test_smollm2_sums_smoke(cache, chat_folder, tmp_path):
   assert [row["step"] for row in rows] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("config", [gsm8k_multiturn, dapo_math, browsecomp_plus])
+def test_the_papers_smoke(cache, tmp_path, config):
+  """Fails if the small form of a paper config cannot be trained, or is of another family or recipe than the large."""
+  c, large = config.get_config("smoke"), config.get_config()
+  assert c.mode == large.mode == "async"
+  assert bool(c.model.experts) == bool(large.model.experts)
+  for key in ("loss", "advantage", "optimizer"):
+    assert c[key] == large[key]
+  for key in ("qkv_bias", "qk_norm", "tied_head", "norm_topk_prob", "remat"):
+    assert c.model[key] == large.model[key]
+  settings.check(c)
+  c.steps = 1
+  assert [row["step"] for row in train(c, cache, tmp_path)] == [0, 1]
+
+
 def test_default_one_step(cache, tmp_path):
   """Fails if the defaults alone cannot run."""
   c = default.get_config()
@@ -94,7 +110,7 @@ def test_default_one_step(cache, tmp_path):
   assert [row["step"] for row in train(c, cache, tmp_path)] == [0, 1]
 
 
-@pytest.mark.parametrize("config", [quickstart, recipes, smollm2_sums])
+@pytest.mark.parametrize("config", [quickstart, recipes, smollm2_sums, gsm8k_multiturn, dapo_math, browsecomp_plus])
 def test_an_unknown_argument_is_refused(config):
   """Fails if a misspelt :smoke trains the whole thing."""
   with pytest.raises(ValueError, match="unknown"):

@@ -101,8 +101,8 @@ def test_the_papers_configs_have_the_papers_models(config, billions, context):
   model = assembly.model_of(c, None)
   assert roofline.active_params(model) / 1e9 == pytest.approx(billions, abs=0.01)
   assert c.sampling.context == context
-  with pytest.raises(ValueError, match="no argument"):
-    config.get_config("smok")
+  for role in ("learner", "sampler"):
+    assert np.prod(list(planned.mesh_of(c, role).to_dict().values())) == parse_slice(c.slices[role]).chips
 
 
 def test_model_flops_by_hand():

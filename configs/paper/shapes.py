@@ -18,23 +18,3 @@ def qwen3_30b_a3b(c: ConfigDict) -> None:
   m.experts, m.experts_per_token, m.expert_mlp_width, m.norm_topk_prob = 128, 8, 768, True
   m.rope_theta, m.norm_eps = 1e6, 1e-6
   m.qkv_bias, m.qk_norm, m.tied_head = False, True, False
-
-
-def recipe(c: ConfigDict) -> None:
-  """What the paper's settings share. Sibling: of the sibling paper, since this one does not say. Ours: neither does."""
-  c.mode = "async"
-  c.loss.name = "estr"
-  c.loss.estr.eps = 0.01  # the paper's
-  c.loss.estr.tau = 1.0  # ours
-  c.loss.clip_low, c.loss.clip_high = 0.2, 0.28  # sibling
-  c.loss.aggregation = "token_mean"  # the paper's
-  c.advantage.name = "grpo"  # the paper's
-  c.optimizer.learning_rate = 1e-6  # sibling
-  c.loss.kl.coefficient = c.loss.entropy.coefficient = 0.0  # sibling
-  c.sampling.temperature = 1.0  # ours
-  c.batch.group_size = 8  # sibling
-  c.model.dtype = c.transport.weights_dtype = "bfloat16"  # ours
-  c.model.remat = "attention"  # ours
-  c.sampling.chunk = 32  # ours
-  c.sampling.slots = 64  # ours
-  c.staleness.segment_tokens = 2048  # ours; simulated staleness only
