@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
+from configs.default import get_config
 from estr_jax.errors import UserError
 from estr_jax.learner import batching, optimizer, step, warm_start
 from estr_jax.model import decoder, hf, sharding
@@ -69,10 +70,15 @@ def model_of(config: ConfigDict, tokenizer: Tokenizer | None) -> DecoderConfig:
   Without a tokenizer, a plan's, the folder or model.vocabulary has to say how many tokens there are.
   """
   m = config.model
+  keys = {field.name for field in dataclasses.fields(DecoderConfig)} - {"vocab_size", "dtype", "remat"}
   if m.folder:
     shape = hf.read_config(Path(m.folder).expanduser())
+    default, held = get_config().model, {**shape, "vocabulary": shape["vocab_size"]}
+    for name in sorted({*keys, "vocabulary"}):
+      there = held.get(name, 0)  # a dense folder says nothing of experts
+      if m[name] not in (default[name], there):
+        raise UserError(f"model.{name}={m[name]}, but the model in {m.folder} has {there}; leave it at {default[name]}")
   else:
-    keys = {field.name for field in dataclasses.fields(DecoderConfig)} - {"vocab_size", "dtype", "remat"}
     if tokenizer is not None and m.vocabulary not in (0, tokenizer.vocab_size):
       raise UserError(
         f"model.vocabulary={m.vocabulary}, but the tokenizer has {tokenizer.vocab_size} tokens; leave it at 0"

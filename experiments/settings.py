@@ -202,8 +202,6 @@ def first_calibration(c: ConfigDict) -> int:
 
 def _idle_keys(c: ConfigDict) -> Iterator[tuple[bool, str, list[str]]]:
   """(whether some keys do nothing, why, which)."""
-  shape = [f"model.{key}" for key in c.model if key not in ("folder", "dtype", "remat")]
-  yield bool(c.model.folder), "where model.folder gives the shape", shape
   meshes = [f"sampling.mesh.{axis}" for axis in c.sampling.mesh]
   yield c.mode != "async", f"in mode={c.mode}, where the learner samples on its own mesh", meshes
   yield c.optimizer.name == "sgd", "under sgd", ["optimizer.b2", "optimizer.eps"]

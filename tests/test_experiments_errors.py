@@ -1,5 +1,6 @@
 """A user's mistake is one line that says what, where and what to do; the exit status is not 0."""
 
+import dataclasses
 import os
 import pathlib
 import socket
@@ -8,10 +9,12 @@ import sys
 
 import pytest
 from ml_collections import ConfigDict
+from model_cases import QWEN3_MOE, make_params
 
 from configs import default, quickstart, recipes
 from estr_jax.errors import UserError
-from experiments import settings
+from estr_jax.model import hf
+from experiments import assembly, settings
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -75,7 +78,6 @@ def test_the_command_line(tmp_path, arguments, words):
     ({"seed": -1}, "seed"),
     ({"optimizer.decay": "cosin"}, "nearest: cosine"),
     ({"optimizer.name": "sgd", "optimizer.b2": 0.9}, "no effect under sgd"),
-    ({"model.folder": ".", "model.width": 128}, "no effect where model.folder"),
     ({"mesh.data": 0}, "mesh.data"),
     ({"model.heads": 0}, "model.heads"),
     ({"optimizer.b1": 1.0}, "optimizer.b1"),
@@ -170,3 +172,16 @@ def test_beyond_loopback_needs_tls_and_a_token(tmp_path):
     "--role=learner",
   )
   assert_one_line(done, "0.0.0.0:50987", "TLS")
+
+
+def test_a_shape_beside_a_folder_is_that_of_the_folder(tmp_path):
+  """Fails if a shape that the folder has not is ignored in silence, or one that it has is refused."""
+  c = default.get_config()
+  c.model.folder = str(tmp_path / "model")
+  held = dataclasses.replace(QWEN3_MOE, rope_theta=1e4)
+  hf.save(c.model.folder, held, make_params(held))
+  c.model.experts, c.model.vocabulary, c.model.layers = 4, held.vocab_size, 3
+  assert dataclasses.replace(assembly.model_of(c, None), remat=held.remat) == held
+  c.model.layers = 5
+  with pytest.raises(UserError, match=r"model\.layers=5, but the model in .* has 3; leave it at 2"):
+    assembly.model_of(c, None)
