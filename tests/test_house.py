@@ -10,8 +10,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # The order in which data flows.
 ROOMS = [
-  "errors", "structs", "objective", "model", "tasks", "sampler", "transport", "learner", "lab", "observe", "runtime",
-  "planning",
+  "errors", "structs", "hosts", "objective", "model", "tasks", "sampler", "transport", "learner", "lab", "observe",
+  "runtime", "planning",
 ]  # fmt: skip
 
 
