@@ -315,7 +315,7 @@ from estr_jax.transport.regions import region_at
 from estr_jax.transport.weights import pieces_of
 from test_transport_weights import Hosts
 
-model = dataclasses.replace(MODEL, layers=2, vocab_size=8, experts=4, experts_per_token=2, expert_mlp_width=8)
+model = dataclasses.replace(MODEL, layers=1, vocab_size=8, experts=4, experts_per_token=2, expert_mlp_width=8)
 rng = np.random.default_rng(0)
 params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), decoder.abstract_params(model))
 devices = jax.devices()

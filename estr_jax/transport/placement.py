@@ -22,8 +22,8 @@ def wanted_by(abstract: Params) -> list[Region]:
 def placed(abstract: Params, blocks: Blocks) -> Params:
   """The arrays that `abstract` describes, from the blocks of `wanted_by(abstract)`; empties `blocks` on its way.
 
-  Every process of the mesh makes its own part of the same arrays. A block in another type is converted here, so that
-  beside the blocks at most one parameter's part lies in the host's memory.
+  Every process of the mesh makes its own part of the same arrays. Beside the blocks at most one parameter's part lies
+  in the host's memory: parameters are converted, where their type differs, and moved one after the other.
   """
 
   def place(path, leaf) -> jax.Array:
@@ -36,6 +36,8 @@ def placed(abstract: Params, blocks: Blocks) -> Params:
         ready[region] = np.asarray(blocks.pop(region), leaf.dtype)
       return ready[region]
 
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part, dtype=leaf.dtype)
+    array = jax.make_array_from_callback(leaf.shape, leaf.sharding, part, dtype=leaf.dtype)
+    # Otherwise all transfers wait at once, each with its block and its copy.
+    return jax.block_until_ready(array)
 
   return jax.tree_util.tree_map_with_path(place, abstract)
