@@ -207,7 +207,7 @@ def rollouts_of(
     rollouts = LocalRollouts(engine, stream.at, schedule, groups_per_batch=config.batch.groups, cursor=cursor)
     yield rollouts, lambda: {"process_ids": {"learner": os.getpid()}, "acknowledged_versions": {}}
     return
-  store, broker = WeightStore(), None
+  store, broker = WeightStore(leads=hosts.leads()), None
   if hosts.leads():
     broker = Broker(
       stream.at,
