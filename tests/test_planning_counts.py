@@ -155,6 +155,35 @@ def test_a_loop_of_unknown_length_counts_once_and_is_told():
   assert 0 < moved.hbm_bytes < hlo.traffic(HAND, {"data": 1}).hbm_bytes
 
 
+NESTED = """HloModule nested
+
+%renaming (p: bf16[64,8]) -> bf16[8,64] {
+  %p = bf16[64,8]{1,0} parameter(0)
+  ROOT %b = bf16[8,64]{1,0} bitcast(%p)
+}
+
+%multiplying (x: bf16[4,8], w: bf16[64,8], unused: bf16[128]) -> bf16[4,64] {
+  %x = bf16[4,8]{1,0} parameter(0)
+  %w = bf16[64,8]{1,0} parameter(1)
+  %unused = bf16[128]{0} parameter(2)
+  %f = bf16[8,64]{1,0} fusion(%w), kind=kLoop, calls=%renaming
+  ROOT %c = bf16[4,64]{1,0} convolution(%x, %f), dim_labels=bf_io->bf
+}
+
+ENTRY %main (x.1: bf16[4,8], w.1: bf16[64,8], u.1: bf16[128]) -> bf16[4,64] {
+  %x.1 = bf16[4,8]{1,0} parameter(0)
+  %w.1 = bf16[64,8]{1,0} parameter(1)
+  %u.1 = bf16[128]{0} parameter(2)
+  ROOT %out = bf16[4,64]{1,0} fusion(%x.1, %w.1, %u.1), kind=kOutput, calls=%multiplying
+}
+"""
+
+
+def test_an_operand_that_is_only_renamed_on_its_way_is_read():
+  """Fails if a weight that reaches its product through a nested fusion counts as nothing."""
+  assert hlo.traffic(NESTED, {"data": 1}).hbm_bytes == 2 * (4 * 8 + 64 * 8 + 4 * 64)
+
+
 BUFFERS = """BufferAssignment:
 allocation 0: size 512, thread-local:
 allocation 1: size 4096, parameter 2, shape |f32[32,32]| at ShapeIndex {}, maybe-live-out:

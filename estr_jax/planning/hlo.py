@@ -201,6 +201,8 @@ class _Walk:
     whole, users = size(type_text, hbm_only=True), inner.users[parameter]
     if not whole:
       return 0.0
+    if inner.root == parameter:
+      return whole  # handed on to whoever called this computation
     if users and all(user.opcode in _UPDATES and user.operands[0] == parameter for user in users):
       return 0.0  # updated in place
     taken = 0.0
