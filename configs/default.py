@@ -76,6 +76,9 @@ def get_config() -> ConfigDict:
   c.loss.kl.coefficient = 0.0
   c.loss.kl.estimator = "k2"  # k1, k2, k3; as a loss only k2 has the gradient of KL(pi || anchor)
   c.loss.kl.anchor = "reference"  # reference: the weights before the first update. proximal: q. direct: mu
+  # Of a mixture of experts: x the mean over layers of experts x sum (share of choices x mean probability), which is 1
+  # where the load is even; added to the loss.
+  c.loss.router_balance = 0.0
   # What each loss has of its own; it may take over a key above. Where docs/methods.md names a source, the values are
   # that source's, except those marked "ours", which no public source gives.
   own = {

@@ -230,11 +230,12 @@ def train_steps(
       aggregation_tokens=length,
       entropy_bonus=False,
       kl=None,
+      router_balance=False,
       ess_step=False,
     )
     clips = {"clip_low": 0.2, "clip_high": 0.28}
     scalars = {name: np.float32(value) for name, value in (numbers | clips).items()}
-    hyper = step.Hyper(scalars, *map(np.float32, (0, -np.inf, 0, 0)))
+    hyper = step.Hyper(scalars, *map(np.float32, (0, -np.inf, 0, 0, 0)))
     run = step.make_train_step(
       model,
       objective,

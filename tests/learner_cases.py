@@ -35,6 +35,7 @@ OBJECTIVE = step.Objective(
   aggregation_tokens=LENGTH,
   entropy_bonus=False,
   kl=None,
+  router_balance=False,
   ess_step=False,
 )
 HYPER = step.Hyper(
@@ -43,6 +44,7 @@ HYPER = step.Hyper(
   entropy_target=np.float32(-np.inf),
   entropy_step=np.float32(0),
   entropy_largest=np.float32(0),
+  router_balance=np.float32(0),
 )
 
 

@@ -16,6 +16,7 @@ from estr_jax.errors import UserError
 from estr_jax.learner.optimizer import learning_rate
 from estr_jax.model import decoder
 from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.moe import Routed, load_balance, load_metrics
 from estr_jax.model.sharding import BATCH_SPEC, batch_shards, shardings
 from estr_jax.objective.aggregation import AGGREGATIONS, reduce
 from estr_jax.objective.diagnostics import diagnose
@@ -23,7 +24,7 @@ from estr_jax.objective.losses import Loss, needs
 from estr_jax.objective.penalties import adapt_coefficient, entropy_bonus, kl_penalty
 from estr_jax.objective.scoring import logits, score, score_vocabulary
 from estr_jax.objective.sequence_weights import effective_share, sequence_weight_sums
-from estr_jax.structs import Batch, Mean, Params, Scores, TrainState
+from estr_jax.structs import NO_EXPERT, Batch, Mean, Params, Scores, TrainState
 
 TrainStep = Callable[[TrainState, Batch, "Hyper"], tuple[TrainState, dict[str, Mean]]]  # jitted
 ScoreStep = Callable[[Params, Batch], jax.Array]  # jitted
@@ -62,7 +63,7 @@ def _places(tree):
   return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def score_tokens(
+def score_tokens_routed(
   model: DecoderConfig,
   params: Params,
   tokens_BT: jax.Array,
@@ -72,8 +73,9 @@ def score_tokens(
   chunk: int,
   entropy: bool,
   vocabulary: bool = False,
+  experts: jax.Array | None = None,
   mesh: Mesh | None = None,
-) -> Scores:
+) -> tuple[Scores, Routed | None]:
   """The learner's scores of every token given those before it in its segment.
 
   The hidden state at t - 1 scores token t, so the results are aligned with the tokens; all are 0 at the
@@ -81,12 +83,18 @@ def score_tokens(
 
   Args:
     entropy: whether entropy and Gini impurity are there.
+    experts: u8 [B, T, L, k], of a Batch: what the routers are to take instead of their own choice, where it is known.
     mesh: where the parameters lie by the sharding rules; None on one device.
 
   Returns:
-    f32 [B, T] each, at `temperature`; `vocabulary` [B, T, V].
+    f32 [B, T] each, at `temperature`; `vocabulary` [B, T, V]. Then what the routers chose: None of a dense model.
   """
-  hidden_BTD = decoder.forward(model, params, tokens_BT, segment_BT, mesh=mesh)
+  routing = None
+  if experts is not None:
+    # Token t was the input at t, so its record needs no shift, though the choice decides how token t + 1 is scored.
+    experts_LBTk = jnp.moveaxis(experts, 2, 0)
+    routing = jnp.where(experts_LBTk == NO_EXPERT, -1, experts_LBTk.astype(jnp.int32))
+  hidden_BTD, routed = decoder.forward_routed(model, params, tokens_BT, segment_BT, mesh=mesh, routing=routing)
   # Rolled rather than cut, so that T stays a size that divides well; the wrapped column is dropped below.
   target_BT = jnp.roll(tokens_BT, -1, axis=1)
   head, vocabulary_axis = decoder.stored_head(model, params)
@@ -110,7 +118,12 @@ def score_tokens(
     there = follows_BT.reshape(follows_BT.shape + (1,) * (value.ndim - 2))
     return jnp.where(there, jnp.roll(value, 1, axis=1), 0.0)
 
-  return jax.tree.map(align, scores)
+  return jax.tree.map(align, scores), routed
+
+
+def score_tokens(*args: Any, **options: Any) -> Scores:
+  """`score_tokens_routed` without the routers."""
+  return score_tokens_routed(*args, **options)[0]
 
 
 def _split(tree: Any, microbatches: int, mesh: Mesh) -> Any:
@@ -143,6 +156,7 @@ class Objective:
   aggregation_tokens: float  # the constant of "sequence_sum"
   entropy_bonus: bool  # whether the coefficient in the state can be above 0
   kl: tuple[str, str] | None  # (estimator, anchor) of penalties.kl_penalty
+  router_balance: bool  # whether the routers' load is balanced, of a mixture of experts
   ess_step: bool  # whether the update is scaled by sqrt(effective sample size / sequences), as in VCPO
 
   def reads(self, name: str, hyper: "Hyper") -> bool:
@@ -159,6 +173,7 @@ class Hyper(NamedTuple):
   entropy_target: float  # nats; -inf lets the coefficient of the bonus stay as it is
   entropy_step: float
   entropy_largest: float
+  router_balance: float  # times the mean over layers of moe.load_balance
 
 
 def make_train_step(
@@ -177,7 +192,8 @@ def make_train_step(
 
   The state is donated: its buffers are gone after the call, so whoever keeps old weights copies them first.
   Gradients accumulate in float32 over the microbatches, and every token is weighed as a part of the WHOLE batch, so
-  the split changes nothing (but for losses of group or batch scope, which see one microbatch at a time).
+  the split changes nothing (but for losses of group or batch scope, which see one microbatch at a time, and for the
+  balance of the routers: its shares and mean probabilities are those of a microbatch, which counts by its tokens).
 
   Args:
     model: the decoder.
@@ -192,12 +208,15 @@ def make_train_step(
 
   Returns:
     The step. Metrics: `loss/objective`, `loss/penalty`, `loss/entropy_coefficient`, `optimizer/*`,
-    `policy/max_abs_delta` (over tokens with a finite stored log-prob), and with `diagnostics` those of `diagnose`.
+    `policy/max_abs_delta` (over tokens with a finite stored log-prob), `router/*` of a mixture of experts, and with
+    `diagnostics` those of `diagnose`.
   """
   places = _places(abstract_state(model, optimizer, mesh))
 
-  def microbatch_loss(params: Params, batch: Batch, weight_BT: jax.Array, hyper: Hyper, coefficient: jax.Array):
-    policy = score_tokens(
+  def microbatch_loss(
+    params: Params, batch: Batch, weight_BT: jax.Array, hyper: Hyper, coefficient: jax.Array, tokens: jax.Array
+  ):
+    policy, routed = score_tokens_routed(
       model,
       params,
       batch.tokens,
@@ -206,6 +225,7 @@ def make_train_step(
       chunk=score_chunk,
       entropy=entropy,
       vocabulary=batch.vocabulary is not None,
+      experts=batch.experts,
       mesh=mesh,
     )
     token_loss = objective.loss(policy, batch, **hyper.loss)
@@ -217,11 +237,15 @@ def make_train_step(
       estimator, anchor = objective.kl
       penalty_BT += hyper.kl_coefficient * kl_penalty(policy, batch, estimator=estimator, anchor=anchor)
     penalty = reduce(jnp.where(batch.mask, penalty_BT, 0.0), weight_BT)
+    if objective.router_balance:
+      penalty += hyper.router_balance * (routed.load.tokens / tokens * load_balance(routed.load)).mean()
     delta_BT = jnp.abs(jax.lax.stop_gradient(policy.logprob) - batch.logprob)
     largest = jnp.max(jnp.where(batch.mask & jnp.isfinite(delta_BT), delta_BT, 0.0))
     sums = {"loss/objective": value, "loss/penalty": penalty}
     if objective.ess_step:
       sums["weights"] = sequence_weight_sums(policy, batch)
+    if routed is not None:
+      sums["load"] = routed.load
     metrics = diagnose(policy, batch, token_loss) if diagnostics else {}
     return value + penalty, (metrics, sums, largest)
 
@@ -229,10 +253,11 @@ def make_train_step(
     _check_rows(batch.tokens.shape[0], microbatches, mesh)
     weight_BT = AGGREGATIONS[objective.aggregation](batch, objective.aggregation_tokens)
     coefficient, following = _entropy_coefficients(state.entropy_coefficient, batch, hyper)
+    tokens = jnp.maximum(jnp.sum(batch.segment > 0), 1)
 
     def accumulate(gradient, parts: tuple[Batch, jax.Array]):
       part, weight = parts
-      new, aux = jax.grad(microbatch_loss, has_aux=True)(state.params, part, weight, hyper, coefficient)
+      new, aux = jax.grad(microbatch_loss, has_aux=True)(state.params, part, weight, hyper, coefficient, tokens)
       gradient = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), gradient, new)
       return jax.lax.with_sharding_constraint(gradient, places.params), aux
 
@@ -245,6 +270,8 @@ def make_train_step(
     if objective.ess_step:
       scale = jnp.sqrt(effective_share(*sums.pop("weights")))
       updates, rate = jax.tree.map(lambda leaf: scale * leaf, updates), scale * rate
+    if "load" in sums:
+      metrics |= load_metrics(sums.pop("load"), replayed=batch.experts is not None)
     once = jnp.float32(1)
     metrics |= {name: Mean(total, once) for name, total in sums.items()}
     metrics["loss/entropy_coefficient"] = Mean(coefficient, once)
@@ -300,8 +327,18 @@ def make_score_step(
     _check_rows(batch.tokens.shape[0], microbatches, mesh)
 
     def one(part: Batch) -> jax.Array:
-      inputs = (model, params, part.tokens, part.segment)
-      return read(score_tokens(*inputs, temperature=temperature, chunk=score_chunk, entropy=entropy, mesh=mesh), part)
+      policy = score_tokens(
+        model,
+        params,
+        part.tokens,
+        part.segment,
+        temperature=temperature,
+        chunk=score_chunk,
+        entropy=entropy,
+        experts=part.experts,
+        mesh=mesh,
+      )
+      return read(policy, part)
 
     return jax.lax.map(one, _split(batch, microbatches, mesh)).swapaxes(0, 1).reshape(batch.tokens.shape)
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from estr_jax.errors import UserError
 from estr_jax.model.sharding import BATCH_AXES, batch_shards
+from estr_jax.structs import Mean
 
 
 @flax.struct.dataclass
@@ -31,6 +32,8 @@ class Load:
   assigned: jax.Array  # f32 [E]; how many of them went to each expert; the sum is k tokens
   probability: jax.Array  # f32 [E]; of the router, before the choice; the sum is the tokens
   entropy: jax.Array  # f32 []; of those probabilities, nats
+  recorded: jax.Array  # f32 []; choices that were recorded, and taken in place of the router's own
+  agreed: jax.Array  # f32 []; of them, those that the router would have taken too
 
 
 @flax.struct.dataclass
@@ -51,6 +54,25 @@ def load_balance(load: Load) -> jax.Array:
   share = load.assigned / jnp.maximum(chosen, 1.0)
   probability = load.probability / jnp.maximum(load.tokens, 1.0)[..., None]
   return share.shape[-1] * (share * probability).sum(axis=-1)
+
+
+def load_metrics(load: Load, *, replayed: bool) -> dict[str, Mean]:
+  """`router/*` of the glossary, from the load [L, ...] of a whole batch.
+
+  Args:
+    replayed: whether choices were recorded, and the agreement has a meaning.
+  """
+  once = jnp.float32(1)
+  balance_L = load_balance(load)
+  share_LE = load.assigned / jnp.maximum(load.assigned.sum(axis=-1, keepdims=True), 1.0)
+  metrics = {
+    "router/balance": Mean(balance_L.mean(), once),
+    "router/balance_max": Mean(balance_L.max(), once),
+    "router/largest_share": Mean(share_LE.max(), once),
+    "router/entropy": Mean(load.entropy.sum(), load.tokens.sum()),
+    "router/dead_experts": Mean((load.assigned == 0).sum(), jnp.float32(load.assigned.size)),
+  }
+  return metrics | ({"router/agreement": Mean(load.agreed.sum(), load.recorded.sum())} if replayed else {})
 
 
 def grouped_matmul(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -140,22 +162,28 @@ def route(
   """
   highest = jax.lax.Precision.HIGHEST  # a TPU multiplies float32 in bfloat16 otherwise
   logits_NE = jnp.matmul(x_ND.astype(jnp.float32), router_DE.astype(jnp.float32), precision=highest)
+  count_N = there_N.astype(jnp.float32)
   expert_Nk = jax.lax.top_k(jax.lax.stop_gradient(logits_NE), k)[1]
+  recorded = agreed = jnp.float32(0)
   if recorded_Nk is not None:
-    expert_Nk = jnp.where(recorded_Nk >= 0, recorded_Nk.astype(jnp.int32), expert_Nk)
+    known_Nk = recorded_Nk >= 0
+    shared_Nk = known_Nk & (recorded_Nk[:, :, None] == expert_Nk[:, None, :]).any(axis=-1)
+    recorded, agreed = (count_N @ choices_Nk.sum(axis=-1, dtype=jnp.float32) for choices_Nk in (known_Nk, shared_Nk))
+    expert_Nk = jnp.where(known_Nk, recorded_Nk.astype(jnp.int32), expert_Nk)
   log_probability_NE = jax.nn.log_softmax(logits_NE, axis=-1)
   probability_NE = jnp.exp(log_probability_NE)
   if normalised:  # p_i / sum p over the chosen, without the division: recorded experts may be all but impossible now
     weight_Nk = jax.nn.softmax(jnp.take_along_axis(logits_NE, expert_Nk, axis=-1), axis=-1)
   else:
     weight_Nk = jnp.take_along_axis(probability_NE, expert_Nk, axis=-1)
-  count_N = there_N.astype(jnp.float32)
   chosen_NE = (expert_Nk[:, :, None] == jnp.arange(logits_NE.shape[-1])).sum(axis=1, dtype=jnp.float32)
   load = Load(
     tokens=count_N.sum(),
     assigned=count_N @ chosen_NE,
     probability=count_N @ probability_NE,
     entropy=-count_N @ (probability_NE * log_probability_NE).sum(axis=-1),
+    recorded=recorded,
+    agreed=agreed,
   )
   return expert_Nk, weight_Nk, load
 

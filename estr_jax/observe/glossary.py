@@ -41,7 +41,9 @@ GLOSSARY: dict[str, Metric] = {
     "near 0; its level has no meaning",
   ),
   "loss/penalty": Metric(
-    "entropy bonus and KL penalty, added to loss/objective", "reward (normalised)", "small against the rewards"
+    "entropy bonus, KL penalty and loss.router_balance x router/balance, added to loss/objective",
+    "reward (normalised)",
+    "small against the rewards",
   ),
   "loss/entropy_coefficient": Metric(
     "what multiplied the entropy bonus in this update", "reward / nat", "0 without one; level once the entropy is"
@@ -145,6 +147,23 @@ GLOSSARY: dict[str, Metric] = {
   "policy/token_share_by_entropy": Metric("policy tokens in each bin of H / all of them", _FRACTION, "most at low H"),
   "policy/token_share_by_staleness": Metric(
     "policy tokens in each bin of loss/mask_fraction_by_staleness / all of them", _FRACTION, "no tail of old ones"
+  ),
+  "router/balance": Metric(
+    "experts x sum over them of (share in all choices) x (mean probability), mean over layers; router/* are of the "
+    "learner's routers, over all tokens of the batch, prompts included; its choices are those recorded, if any are",
+    "1",
+    "1 to 2: 1 is even, the number of experts is all on one",
+  ),
+  "router/balance_max": Metric("router/balance of the layer where it is largest", "1", "level; a climb is a collapse"),
+  "router/largest_share": Metric(
+    "largest share of an expert in the choices of its layer, over all layers", _FRACTION, "a few times 1 / experts"
+  ),
+  "router/entropy": Metric("mean entropy of a router's probabilities, over tokens and layers", "nats", "level"),
+  "router/dead_experts": Metric("experts that no token chose / experts, over all layers", _FRACTION, "0, or level"),
+  "router/agreement": Metric(
+    "recorded choices that the learner's router would take too, the layers before being replayed / recorded choices",
+    _FRACTION,
+    "above 0.9; 1 without staleness and rounding; with sampling.record_routing",
   ),
   "optimizer/gradient_norm": Metric("global L2 norm of the gradient before clipping", "norm", "steady, without spikes"),
   "optimizer/learning_rate": Metric("learning rate of this update", "1", "follows its schedule"),
