@@ -185,3 +185,28 @@ def test_a_shape_beside_a_folder_is_that_of_the_folder(tmp_path):
   c.model.layers = 5
   with pytest.raises(UserError, match=r"model\.layers=5, but the model in .* has 3; leave it at 2"):
     assembly.model_of(c, None)
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    ({"sampling.record_routing": True}, "needs a model with 1 to 255 experts and this one has 0"),
+    ({"loss.router_balance": 0.1}, "this one has none"),
+    (
+      {
+        "sampling.record_routing": True,
+        "model.experts": 256,
+        "model.experts_per_token": 2,
+        "model.expert_mlp_width": 8,
+      },
+      "this one has 256",
+    ),
+  ],
+)
+def test_routers_need_experts(change, words):
+  """Fails if a dense model is to record or balance routers, or an expert's number does not fit into a byte."""
+  c = default.get_config()
+  c.update_from_flattened_dict(change)
+  settings.check(c)
+  with pytest.raises(UserError, match=words):
+    assembly.model_of(c, assembly.tokenizer_of(c))

@@ -72,6 +72,19 @@ def test_realised_staleness_is_the_requested_one_for_every_token(cache, tmp_path
       assert np.flatnonzero(row["staleness/inter_histogram"]).min() == inter
 
 
+@pytest.mark.slow
+def test_a_mixture_of_experts_trains_on_the_experts_that_its_sampler_recorded(cache, tmp_path):
+  """Fails if the record is lost between sampler and learner, or belongs to other tokens: the first batch is fresh."""
+  shape = dict(model__experts=4, model__experts_per_token=2, model__expert_mlp_width=32)
+  how = dict(sampling__record_routing=True, loss__router_balance=0.01, staleness__inter=1)
+  _, rows = train(config(cache, "simulated", steps=2, **shape, **how), tmp_path / "run")
+  first, second = rows[1:]
+  assert first["router/agreement"] == 1 and first["policy/max_abs_delta"] < 1e-4
+  assert second["staleness/token"] == 1 and second["policy/max_abs_delta"] > 1e-3
+  assert 0.5 < second["router/agreement"] <= 1
+  np.testing.assert_allclose(first["loss/penalty"], 0.01 * first["router/balance"], rtol=1e-4)
+
+
 def test_segment_versions():
   """Fails if intra and inter change places, or the last segment is not the newest."""
   assert segment_versions(9, inter=3, intra=2) == [4, 5, 6]
