@@ -42,7 +42,6 @@ def finish(c: ConfigDict, arg: str, *, smoke_task: str) -> ConfigDict:
 def _shrink(c: ConfigDict, task: str) -> ConfigDict:
   tiny = default.get_config()
   c.task.name = task
-  c.warm_start.steps, c.warm_start.demonstrations = 20, 200
   c.steps = 3
   for key in ("vocabulary", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"):
     c.model[key] = tiny.model[key]
