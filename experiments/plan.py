@@ -106,8 +106,8 @@ def program() -> int:
   if best is not None:
     choice, memory = best
     gib = (memory.total + report.RESERVED) / GIB
-    what = "most slots" if role == "sampler" else "largest microbatch"
-    print(f"{what} that fits{', by doubling' * (role == 'sampler')}: {plan_search.named(choice, role)}; {gib:.2f} GiB")
+    what = "most slots, by doubling, that fit" if role == "sampler" else "largest microbatch that fits"
+    print(f"{what}: {plan_search.named(choice, role)}; {gib:.2f} GiB")
   if plan is not None and plan.fits:
     print("FITS")
     return 0

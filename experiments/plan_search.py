@@ -52,7 +52,8 @@ def named(config: ConfigDict, role: str) -> str:
   """A choice in the words of the config."""
   if role == "sampler":
     return f"sampling.slots={config.sampling.slots}"
-  return f"batch.microbatches={config.batch.microbatches}, {planned.rows_of(config)} rows a device"
+  rows = planned.rows_of(config)
+  return f"batch.microbatches={config.batch.microbatches}, {rows} row{'s' * (rows > 1)} a device"
 
 
 def _memory(config: ConfigDict, role: str, place: Slice) -> Memory | None:

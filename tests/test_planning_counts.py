@@ -155,6 +155,23 @@ def test_a_loop_of_unknown_length_counts_once_and_is_told():
   assert 0 < moved.hbm_bytes < hlo.traffic(HAND, {"data": 1}).hbm_bytes
 
 
+PERMUTED = """HloModule permuted
+
+ENTRY %main (x.1: f32[64]) -> f32[64] {
+  %x.1 = f32[64]{0} parameter(0)
+  ROOT %out = f32[64]{0} collective-permute(%x.1), source_target_pairs={{0,0},{1,2},{2,1},{3,3}}
+}
+"""
+
+
+def test_a_permutation_that_leaves_the_first_device_alone_moves_the_others():
+  """Fails if the first pair stands for all."""
+  (moved,) = hlo.traffic(PERMUTED, {"data": 2, "fsdp": 2}).collectives
+  assert (moved.axes, moved.bytes) == (("data", "fsdp"), 256)
+  still = PERMUTED.replace("{1,2},{2,1},", "")
+  assert hlo.traffic(still, {"data": 2, "fsdp": 2}).collectives == ()
+
+
 NESTED = """HloModule nested
 
 %renaming (p: bf16[64,8]) -> bf16[8,64] {

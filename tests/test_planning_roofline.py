@@ -182,7 +182,7 @@ def test_four_layers_fit(role):
   """Fails if a program of the product no longer compiles for a TPU, or the plan cannot read what comes out."""
   text = run_small(role, "--machine_code")
   assert text.endswith("FITS\n") and "bound by" in text
-  assert ("largest microbatch that fits: " if role == "learner" else "most slots that fits, by doubling: ") in text
+  assert ("largest microbatch that fits: " if role == "learner" else "most slots, by doubling, that fit: ") in text
 
 
 @pytest.mark.slow

@@ -241,7 +241,9 @@ class _Walk:
 
   def _communicate(self, here: Computation, one: Instruction, kind: str, times: float) -> None:
     groups = device_groups(one.rest)
-    members = groups[0] if groups else list(range(math.prod(self.mesh_shape.values())))
+    everyone = list(range(math.prod(self.mesh_shape.values())))
+    # A permutation may leave some devices where they are.
+    members = next((group for group in groups if len(set(group)) > 1), [0]) if groups else everyone
     peers, given = len(members), sum(size(here.instructions[name].type) for name in one.operands)
     if peers < 2:
       return
