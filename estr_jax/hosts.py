@@ -40,10 +40,12 @@ def join(coordinator: str, processes: int | None, process: int | None) -> None:
     jax.distributed.initialize(address, processes, process, initialization_timeout=_JOIN_S)
   except (RuntimeError, ValueError) as error:
     line = " ".join(str(error).split())[:200]
-    raise UserError(
-      f"--coordinator={coordinator}: no group of processes within {_JOIN_S} s ({line}); start all of them, with the "
-      "same --coordinator and --processes, each with its own --process"
-    ) from error
+    remedy = (
+      "JAX finds none here; name HOST:PORT of its first process, with --processes and --process"
+      if coordinator == AUTO
+      else f"not all came within {_JOIN_S} s; start all of them, with the same --coordinator and --processes"
+    )
+    raise UserError(f"--coordinator={coordinator}: no group of processes ({line}): {remedy}") from error
 
 
 def leads() -> bool:

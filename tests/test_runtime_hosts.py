@@ -24,7 +24,6 @@ COMMON = [
   "--config.eval.every=0",
   "--config.checkpoint.every=2",
 ]
-# A mixture of experts of four layers, whose every axis is used.
 MOE = [
   "--config.model.layers=4",
   "--config.model.experts=4",
@@ -57,7 +56,7 @@ def start(arguments, workdir, *, devices=1, role=None, group=None, log):
 def finish(processes, logs):
   try:
     for process, log in zip(processes, logs):
-      assert process.wait(timeout=540) == 0, log.read_text()
+      assert process.wait(timeout=1200) == 0, log.read_text()
   finally:
     for process in processes:
       process.kill()
@@ -71,24 +70,22 @@ def without_clocks(rows):
 def test_two_processes_equal_one_and_another_mesh_goes_on_from_their_checkpoint(tmp_path):
   """Fails if a process takes the wrong rows, samples otherwise than the other, or writes what the other should.
 
-  The mesh is (fsdp 2, tensor 2, expert 2): once in one process, once in two. Their run then goes on in one process, on
-  (fsdp 2).
+  The experts of a mixture are on two devices: once of one process, once of two. Their run then goes on on one device.
   """
-  settings = [*COMMON, *MOE, "--config.mode=sync"]
-  mesh = [f"--config.mesh.{axis}=2" for axis in ("fsdp", "tensor", "expert")]
+  settings, mesh = [*COMMON, *MOE, "--config.mode=sync"], ["--config.mesh.expert=2"]
+  settings += ["--config.loss.entropy.coefficient=0.005"]  # a random model's rewards are equal, and would move nothing
   logs = [tmp_path / f"{name}.log" for name in ("one", "first", "second", "later")]
-  finish([start([*settings, *mesh, "--config.steps=3"], tmp_path / "one", devices=8, log=logs[0])], logs)
+  finish([start([*settings, *mesh, "--config.steps=3"], tmp_path / "one", devices=2, log=logs[0])], logs)
   port = free_port()
   settings = [*settings, "--config.steps=2"]
-  pair = [start([*settings, *mesh], tmp_path / "two", devices=4, group=(port, 2, i), log=logs[1 + i]) for i in range(2)]
+  pair = [start([*settings, *mesh], tmp_path / "two", group=(port, 2, i), log=logs[1 + i]) for i in range(2)]
   finish(pair, logs[1:])
   one, two = (read(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
   assert [row["step"] for row in two] == [0, 1, 2] and one[2]["optimizer/gradient_norm"] > 0
   assert without_clocks(one)[:2] == without_clocks(two)[:2]
   assert "report:" in logs[1].read_text() and "report:" not in logs[2].read_text()
 
-  later = [*settings, "--config.steps=3", "--config.mesh.fsdp=2"]
-  finish([start(later, tmp_path / "two", devices=2, log=logs[3])], logs[3:])
+  finish([start([*settings, "--config.steps=3"], tmp_path / "two", log=logs[3])], logs[3:])
   three = read(tmp_path / "two" / "metrics.jsonl")
   assert [row["step"] for row in three] == [0, 1, 2, 3]
   for name in ("rollout/reward", "rollout/length", "policy/entropy", "loss/objective", "optimizer/gradient_norm"):
@@ -109,4 +106,4 @@ def test_a_group_of_samplers_feeds_a_group_of_learners(tmp_path):
   finish(processes, logs)
   summary = json.loads((tmp_path / "run" / "summary.json").read_text())
   assert summary["steps"] == 3 and set(summary["process_ids"]) == {"learner", "sampler"}
-  assert summary["staleness"]["max_token"] <= 4 and summary["acknowledged_versions"]["sampler"] >= 1
+  assert summary["staleness"]["max_token"] <= 4 and len(summary["acknowledged_versions"]["sampler"]) > 1
