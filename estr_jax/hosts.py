@@ -18,7 +18,8 @@ from estr_jax.errors import UserError
 AUTO = "auto"  # let JAX find the group, as it can on Cloud TPU and GKE
 
 _JOIN_S = 300  # for all processes of a group to come
-_FRAME = 4096  # bytes of the first message; a power of 2
+_FRAME = 4096  # bytes of the first part of a message
+_LONG_FRAME = 4096 * 4096  # bytes of each of the others
 _SIZE = 8  # bytes of it that say how long the whole is
 
 T = TypeVar("T")
@@ -61,13 +62,14 @@ def broadcast(value: Any = None) -> Any:
   if alone():
     return value
   data = pickle.dumps(value) if leads() else b""
-  # Frames have few sizes, since each is a program of its own; most messages fit into the first.
   data = len(data).to_bytes(_SIZE, "little") + data
-  head = multihost_utils.broadcast_one_to_all(_frame(data[:_FRAME], _FRAME)).tobytes()
-  size = _SIZE + int.from_bytes(head[:_SIZE], "little")
-  if size > _FRAME:
-    head += multihost_utils.broadcast_one_to_all(_frame(data[_FRAME:], _bucket(size - _FRAME))).tobytes()
-  return pickle.loads(head[_SIZE:size])
+  # Frames of two sizes, each a program of its own: most messages fit into the first, and none fills a device's memory.
+  found = multihost_utils.broadcast_one_to_all(_frame(data[:_FRAME], _FRAME)).tobytes()
+  size = _SIZE + int.from_bytes(found[:_SIZE], "little")
+  parts = [found]
+  for start in range(_FRAME, size, _LONG_FRAME):
+    parts.append(multihost_utils.broadcast_one_to_all(_frame(data[start : start + _LONG_FRAME], _LONG_FRAME)).tobytes())
+  return pickle.loads(b"".join(parts)[_SIZE:size])
 
 
 def lead(call: Callable[[], T]) -> T:
@@ -79,7 +81,7 @@ def lead(call: Callable[[], T]) -> T:
     try:
       outcome = call(), None
     except Exception as fault:  # handed to all, and raised below
-      outcome = None, fault
+      outcome = None, _portable(fault)
   value, fault = broadcast(outcome)
   if fault is not None:
     raise fault
@@ -108,9 +110,13 @@ def whole(tree: Any) -> Any:
   return jax.tree.map(lambda leaf: multihost_utils.process_allgather(leaf, tiled=True), tree)
 
 
-def meet(place: str) -> None:
-  """Returns when every process is here; `place` names the line, for the error where they are at different ones."""
-  multihost_utils.sync_global_devices(place)
+def _portable(fault: Exception) -> Exception:
+  """The fault, or its words where it cannot travel; the others would wait for it for ever."""
+  try:
+    pickle.loads(pickle.dumps(fault))
+  except Exception:
+    return RuntimeError(f"{type(fault).__name__}: {fault}")
+  return fault
 
 
 def _bucket(size: int) -> int:

@@ -3,16 +3,17 @@
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from estr_jax.errors import UserError
-from estr_jax.model import sharding
+from estr_jax.model import decoder, sharding
 from estr_jax.model.decoder import DecoderConfig
 from estr_jax.planning import compiler, estimates, flops, hlo, programs, report, roofline
 from estr_jax.planning.chips import Slice
@@ -143,7 +144,9 @@ def plan_of(config: ConfigDict, role: str, place: Slice, *, machine_code: bool =
   made = compiler.compile_apart(functools.partial(_prepare, config, role, place, on_tpu), machine_code=machine_code)
   facts, memory = made.facts, made.memory
   traffic = hlo.traffic(made.text, facts.layout.sizes)
-  if not on_tpu:
+  if on_tpu:
+    memory = dataclasses.replace(memory, beside=_beside(config, role))
+  else:
     memory = memory_estimate(config, role)
     traffic = dataclasses.replace(traffic, hbm_bytes=_bytes_estimate(config, role, facts))
   roof = roofline.roofline(facts.flops, traffic, place, facts.layout)
@@ -173,10 +176,26 @@ def memory_estimate(config: ConfigDict, role: str) -> Memory:
   model, sizes, length = model_of(config), mesh_of(config, role).to_dict(), config.sampling.context
   if role == "sampler":
     width = jnp.dtype(config.transport.weights_dtype).itemsize
-    return estimates.sampler_memory(model, sizes, config.sampling.slots, length, width)
-  moments = 2 if config.optimizer.name == "adamw" else 1
-  chunk = config.learner.score_chunk
-  return estimates.learner_memory(model, sizes, rows_of(config), length, score_chunk=chunk, moments=moments)
+    memory = estimates.sampler_memory(model, sizes, config.sampling.slots, length, width)
+  else:
+    moments = 2 if config.optimizer.name == "adamw" else 1
+    chunk = config.learner.score_chunk
+    memory = estimates.learner_memory(model, sizes, rows_of(config), length, score_chunk=chunk, moments=moments)
+  return dataclasses.replace(memory, beside=_beside(config, role))
+
+
+def _beside(config: ConfigDict, role: str) -> float:
+  """Bytes a device of weights that lie beside those of the program.
+
+  A sampler goes on with one version while the next arrives. The learner keeps a float32 copy, which evaluations read,
+  and the two newest versions as they are served.
+  """
+  sizes = mesh_of(config, role).to_dict()
+  params = decoder.abstract_params(model_of(config))
+  places = sharding.shardings(params, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+  held = jax.tree.map(lambda leaf, place: math.prod(place.shard_shape(leaf.shape)), params, places)
+  served = jnp.dtype(config.transport.weights_dtype).itemsize
+  return sum(jax.tree.leaves(held)) * (served if role == "sampler" else 4 + 2 * served)
 
 
 def _bytes_estimate(config: ConfigDict, role: str, facts: Facts) -> float:

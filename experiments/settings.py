@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -63,6 +64,10 @@ def main(program: Callable[[], int]) -> None:
     sys.exit(program())
   except UserError as error:
     print(f"error: {error}", file=sys.stderr)
+    if jax.distributed.is_initialized():  # an interpreter waits at its end for the other processes, and they for it
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(2)
     sys.exit(2)
   except KeyboardInterrupt:
     if not launched():  # else the launcher says it

@@ -189,9 +189,9 @@ def test_four_layers_fit(role):
 @with_libtpu
 def test_a_sweep_ranks_what_fits():
   """Fails if a mesh of the slice is left out, or the order is not that of the rates."""
-  lines = run_small("learner", "--sweep", "--sweep_seconds=200").splitlines()[2:]
-  rates = [float(line[59:68]) for line in lines if "bound" in line or "compute" in line or "HBM" in line]
-  assert len(rates) >= 3 and rates == sorted(rates, reverse=True)
+  lines = run_small("learner", "--sweep", "--sweep_seconds=90").splitlines()[2:]
+  rates = [float(line.split()[-3]) for line in lines if line.endswith(("compute", "HBM", "ICI"))]
+  assert len(rates) >= 2 and rates == sorted(rates, reverse=True)
 
 
 def test_meshes_of_a_slice():

@@ -21,6 +21,6 @@ def get_config(arg: str = ""):
   c.batch.microbatches = 4  # ours
   c.queue.capacity = 128  # ours
   c.staleness.max = 6  # sibling
-  c.slices.sampler, c.slices.samplers, c.sampling.slots = "v6e:2x4", 16, 32  # ours
+  c.slices.sampler, c.slices.samplers, c.sampling.slots = "v6e:2x4", 16, 16  # ours
   c.sampling.mesh.tensor, c.sampling.mesh.expert = 4, 2
   return recipe.finish(c, arg, smoke_task="calculator")

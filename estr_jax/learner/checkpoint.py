@@ -128,16 +128,18 @@ def save_params(folder: str | os.PathLike, params: Params) -> None:
     with _storage_faults(folder), ocp.PyTreeCheckpointer() as checkpointer:
       folder.parent.mkdir(parents=True, exist_ok=True)
       checkpointer.save(partial, {"params": params})
-      try:
-        if hosts.leads():
-          partial.rename(folder)
-      except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-          raise
-      hosts.meet("parameters are saved")
+      hosts.lead(lambda: _rename(partial, folder))
   finally:
     if hosts.leads():
       shutil.rmtree(partial, ignore_errors=True)
+
+
+def _rename(partial: Path, folder: Path) -> None:
+  try:
+    partial.rename(folder)
+  except OSError as error:
+    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+      raise
 
 
 def load_params(folder: str | os.PathLike, abstract: Params) -> Params:

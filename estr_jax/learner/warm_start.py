@@ -167,6 +167,6 @@ def cached(folder: Path, recipe: Mapping[str, Any], abstract: Params, make: Call
   """
   key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
   entry = Path(folder) / key
-  if not hosts.broadcast(entry.is_dir()):
+  if not hosts.lead(entry.is_dir):
     checkpoint.save_params(entry, make())
   return checkpoint.load_params(entry, abstract)

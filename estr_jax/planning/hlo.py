@@ -72,10 +72,11 @@ class Memory:
   arguments: float
   outputs: float  # that are not written over an argument
   temporaries: float
+  beside: float = 0  # other versions of the weights, which the program does not know
 
   @property
   def total(self) -> float:
-    return self.arguments + self.outputs + self.temporaries
+    return self.arguments + self.outputs + self.temporaries + self.beside
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,6 +51,7 @@ def lines(plan: Plan) -> Iterator[str]:
   yield f"HBM a device, GiB{guess}"
   for name in ("arguments", "outputs", "temporaries"):
     yield f"  {name:<12} {getattr(memory, name) / GIB:9.2f}"
+  yield f"  {'beside it':<12} {memory.beside / GIB:9.2f} other versions of the weights"
   yield f"  {'set aside':<12} {RESERVED / GIB:9.2f} for the runtime and machine code"
   yield f"  {'total':<12} {(memory.total + RESERVED) / GIB:9.2f} of {chip.hbm_bytes / GIB:.2f}"
   yield "a step"

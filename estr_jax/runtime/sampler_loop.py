@@ -76,7 +76,7 @@ class Fetcher:
 
   def __init__(self, source: WeightSource, abstract: Params):
     self._source, self._abstract = source, abstract
-    self._named, self._gone = NO_VERSION, NO_VERSION
+    self._named = self._gone = self._tried = NO_VERSION
     self._arrived: Weights | None = None
     self._newest: Weights | None = None
     self._fault: Exception | None = None
@@ -141,8 +141,9 @@ class Fetcher:
     self._asked.wait()
     self._asked.clear()
     version = self._named
-    if version == NO_VERSION:
+    if version in (NO_VERSION, self._tried):  # or it was asked for while it was already on its way
       return
+    self._tried = version
     try:
       self._arrived = Weights(version, placed(self._abstract, self._source.fetch_exactly(version)))
     except VersionGone:
@@ -206,11 +207,10 @@ def sampler_loop(
         status.set("joining")
       finally:
         fetcher.stop()
+        fetcher.join(_GOODBYE_S)
   finally:
     if client is not None:
       client.close()
-    if fetcher is not None:
-      fetcher.join(_GOODBYE_S)
 
 
 def _sample(
