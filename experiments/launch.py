@@ -72,7 +72,7 @@ def program() -> int:
 def check(config: ConfigDict) -> None:
   """`settings.check`, but for what only the cluster can have. Raises UserError."""
   if config.mode != "async":
-    raise UserError(f"mode={config.mode} is one process, which `python -m experiments.train` starts; launch mode=async")
+    raise UserError(f"mode={config.mode} is one role, which `python -m experiments.train` starts; launch mode=async")
   checked = config.copy_and_resolve_references()
   if checked.model.folder:
     checked.model.folder = "."  # on the volume, and not here

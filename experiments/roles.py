@@ -52,7 +52,7 @@ def sampler(config: ConfigDict, workdir: Path, name: str) -> int:
   assembly.use_compilation_cache(config)
   tokenizer = assembly.tokenizer_of(config)
   model = assembly.model_of(config, tokenizer)
-  mesh = sharding.make_mesh(config.sampling.mesh.to_dict())
+  mesh = sharding.make_mesh(config.sampling.mesh.to_dict(), said="sampling.mesh")
   engine = assembly.engine_of(config, model, tokenizer, mesh)
   abstract = abstract_weights(model, config.transport.weights_dtype, mesh)
   patience_s = config.queue.deadline_s

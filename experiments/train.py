@@ -3,7 +3,7 @@
     python -m experiments.train --config=configs/quickstart.py --workdir=DIR [--config.KEY=VALUE ...]
 
 In mode async the default --role=all starts a learner and a sampler process on this machine and looks after them;
---role=learner and --role=sampler start one of them alone. The other modes are one process. A role whose devices hang on
+--role=learner and --role=sampler start one of them alone. The other modes have one role. A role whose devices hang on
 several hosts is started on each of them, with --coordinator; they share DIR. Running the same command again goes on
 from the last checkpoint. DIR gets metrics.jsonl, summary.json, config.json, report.html, checkpoints and the sampler's
 log.
@@ -45,7 +45,7 @@ def program() -> int:
   settings.check(config)
   folder = workdir.make(FLAGS.workdir)
   if config.mode != "async" and FLAGS.role != "all":
-    raise UserError(f"--role={FLAGS.role} has no meaning in mode={config.mode}, which is one process; leave it out")
+    raise UserError(f"--role={FLAGS.role} has no meaning in mode={config.mode}, which has one role; leave it out")
   if workdir.finished(config, folder):
     print(f"{folder} holds this run, and it has done its {config.steps} steps: see {folder / 'report.html'}")
     return 0

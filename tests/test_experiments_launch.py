@@ -96,7 +96,7 @@ def test_a_config_becomes_manifests(render):
       [*RUN, *SLICES, "--config.sampling.mesh.tensor=2"],
       "slices.sampler=v6e:2x2 has 4 chips .*mesh.tensor=2 is 2",
     ),
-    ([*RUN, *SLICES, "--config.mode=sync"], "mode=sync is one process"),
+    ([*RUN, *SLICES, "--config.mode=sync"], "mode=sync is one role"),
     ([*RUN[:3], "--workdir=/shared/runs/Quick_1", *SLICES], "'Quick_1' cannot name a run"),
     ([*RUN[:3], "--workdir=/tmp/quick", *SLICES], "on no volume that all hosts share"),
     ([*RUN[:3], "--workdir=/shared", *SLICES], "on no volume that all hosts share"),

@@ -91,3 +91,16 @@ def test_dropped_work_leaves_free_slots_and_no_trace(versions):
   for a, b in zip(run(e, prompts(6), lambda _: versions[0]), fresh):
     np.testing.assert_array_equal(a.tokens, b.tokens)
     np.testing.assert_array_equal(a.version, b.version)
+
+
+def test_every_policy_token_is_counted_once(versions):
+  """Fails if a finished sequence is counted again while its slot stays empty, or a dropped one is taken back."""
+  counted = engine()
+  done = run(counted, prompts(6), lambda _: versions[0])
+  assert counted.sampled_tokens == sum(int(t.mask.sum()) for t in done)
+  counted.admit(prompts(2))
+  counted.advance()
+  before = counted.sampled_tokens
+  counted.drop_all()
+  done = run(counted, prompts(3), lambda _: versions[0])
+  assert counted.sampled_tokens - before == sum(int(t.mask.sum()) for t in done)

@@ -40,20 +40,20 @@ RULES = (
 )
 
 
-def make_mesh(shape: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """A mesh over all devices, or over those given; `shape` maps every name of AXES to its size.
+def make_mesh(shape: dict[str, int], devices: Sequence[jax.Device] | None = None, *, said: str = "mesh") -> Mesh:
+  """A mesh over all devices, or over those given; `shape` maps every name of AXES to its size, as `said` in the config.
 
   Raises:
     UserError: a size is missing, or they do not multiply to the number of devices.
   """
   for axis in AXES:
     if axis not in shape:
-      raise UserError(f"mesh {dict(shape)} has no size for {axis}: set mesh.{axis}, 1 where it is not used")
+      raise UserError(f"mesh {dict(shape)} has no size for {axis}: set {said}.{axis}, 1 where it is not used")
   sizes = tuple(shape[axis] for axis in AXES)
   count, product = jax.device_count() if devices is None else len(devices), math.prod(sizes)
   if product != count:
-    keys = ", ".join(f"mesh.{axis}" for axis in AXES)
-    raise UserError(f"mesh {dict(shape)} needs {product} devices and {count} are here; the product of {keys} decides")
+    keys = ", ".join(f"{said}.{axis}" for axis in AXES)
+    raise UserError(f"{said} {dict(shape)} needs {product} devices and {count} are here; the product of {keys} decides")
   return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 

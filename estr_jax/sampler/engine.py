@@ -131,6 +131,7 @@ class Engine:
           f"{self._sampling.context}; raise it or drop the prompt"
         )
       question = self._tokenizer.decode(prompt.tokens)
+      self._sampled[slot] = 0  # the device forgets the slot's last sequence when it is fed
       self._episodes[slot] = _Episode(prompt, question, [], len(prompt.tokens), time.monotonic())
       self._feeds[slot] = (np.asarray(prompt.tokens, np.int32), True)
 
@@ -153,7 +154,8 @@ class Engine:
     """
     sampling = self._sampling
     self._feed()
-    before = self._sampled.sum()
+    occupied = sorted(self._episodes)
+    before = self._sampled[occupied].sum()
     self._slots = decode.decode(
       self._model,
       self._weights.params,
@@ -168,7 +170,7 @@ class Engine:
     )
     host = jax.device_get((self._slots.live, self._slots.length, self._slots.sampled))
     self._live, length, self._sampled = (np.array(a) for a in host)
-    self.sampled_tokens += int(self._sampled.sum() - before)
+    self.sampled_tokens += int(self._sampled[occupied].sum() - before)
     ended = [slot for slot in sorted(self._episodes) if not self._live[slot]]
     finished = []
     for rows_R in self._batches(ended):
@@ -180,7 +182,6 @@ class Engine:
         if trajectory is not None:
           finished.append(trajectory)
           del self._episodes[slot]
-          self._sampled[slot] = 0
     return finished
 
   def _end_turn(self, slot: int, record: dict[str, np.ndarray]) -> Trajectory | None:
