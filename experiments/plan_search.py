@@ -167,7 +167,13 @@ def sweep(config: ConfigDict, role: str, place: Slice, seconds: float, say: Call
 
 
 def _ranked(plans: list[tuple[ConfigDict, report.Plan]]) -> list[tuple[ConfigDict, report.Plan]]:
-  return sorted(plans, key=lambda pair: -pair[1].rate)
+  """By tokens a second; of equals, which compute bounds, first the one that has most of the rest to spare."""
+
+  def order(pair: tuple[ConfigDict, report.Plan]) -> tuple[float, float]:
+    plan = pair[1]
+    return -plan.rate, (plan.roofline.hbm + sum(plan.roofline.ici.values())) / plan.tokens
+
+  return sorted(plans, key=order)
 
 
 def describe(config: ConfigDict, role: str) -> str:
