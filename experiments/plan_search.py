@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from estr_jax.errors import UserError
 from estr_jax.model import decoder, sharding
-from estr_jax.planning import estimates, report
+from estr_jax.planning import estimates, report, roofline
 from estr_jax.planning.chips import GIB, Slice
 from estr_jax.planning.compiler import Exhausted
 from estr_jax.planning.hlo import Memory
@@ -19,10 +19,6 @@ from experiments import planned
 
 _MOST_SLOTS = 64  # times those of the config
 _HOPELESS = 2.0  # an estimate this many times above the memory is not worth a compilation
-
-
-def _shards(mesh: ConfigDict) -> int:
-  return mesh.data * mesh.fsdp * mesh.expert
 
 
 def choices(config: ConfigDict, role: str) -> list[ConfigDict]:
@@ -34,10 +30,10 @@ def choices(config: ConfigDict, role: str) -> list[ConfigDict]:
     return other
 
   if role == "sampler":
-    slots, shards = config.sampling.slots, _shards(config.sampling.mesh)
+    slots, shards = config.sampling.slots, planned.shards_of(config.sampling.mesh)
     factors = [2.0**i for i in range(-6, int(math.log2(_MOST_SLOTS)) + 1)]
     return [changed("sampling.slots", int(slots * f)) for f in factors if slots * f % shards == 0]
-  rows, shards = config.batch.groups * config.batch.group_size, _shards(config.mesh)
+  rows, shards = config.batch.groups * config.batch.group_size, planned.shards_of(config.mesh)
   if rows % shards:
     return []
   a_device = rows // shards
@@ -177,8 +173,7 @@ def _ranked(plans: list[tuple[ConfigDict, report.Plan]]) -> list[tuple[ConfigDic
 
 
 def describe(config: ConfigDict, role: str) -> str:
-  sizes = planned.mesh_of(config, role).to_dict()
-  return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+  return roofline.describe(planned.mesh_of(config, role).to_dict())
 
 
 def table(found: Sweep, role: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from estr_jax.model.decoder import DecoderConfig
 from estr_jax.planning import compiler, estimates, flops, hlo, programs, report, roofline
 from estr_jax.planning.chips import Slice
 from estr_jax.planning.hlo import Memory
+from estr_jax.runtime.sampler_loop import abstract_weights
 from experiments import assembly
 
 
@@ -59,7 +60,7 @@ def job_of(config: ConfigDict, role: str, devices: Sequence[jax.Device]) -> Job:
     slots, dtype = config.sampling.slots, config.transport.weights_dtype
     traced = programs.trace_decode(
       model,
-      programs.abstract_weights(model, mesh, dtype),
+      abstract_weights(model, dtype, mesh),
       programs.abstract_slots(model, slots, length, mesh, record_routing=config.sampling.record_routing),
       mesh,
       temperature=config.sampling.temperature,
@@ -152,7 +153,7 @@ def plan_of(config: ConfigDict, role: str, place: Slice, *, machine_code: bool =
   roof = roofline.roofline(facts.flops, traffic, place, facts.layout)
   return report.Plan(
     place,
-    f"{facts.layout.describe()}; {facts.what}",
+    f"{roofline.describe(facts.layout.sizes)}; {facts.what}",
     memory,
     facts.flops,
     facts.model_flops,
@@ -164,12 +165,14 @@ def plan_of(config: ConfigDict, role: str, place: Slice, *, machine_code: bool =
   )
 
 
+def shards_of(mesh: ConfigDict) -> int:
+  """Into how many parts the rows of a batch, or slots, are split."""
+  return math.prod(mesh[axis] for axis in sharding.BATCH_AXES)
+
+
 def rows_of(config: ConfigDict) -> int:
   """Rows of a microbatch on each device."""
-  mesh = config.mesh
-  return (
-    config.batch.groups * config.batch.group_size // (config.batch.microbatches * mesh.data * mesh.fsdp * mesh.expert)
-  )
+  return config.batch.groups * config.batch.group_size // (config.batch.microbatches * shards_of(config.mesh))
 
 
 def memory_estimate(config: ConfigDict, role: str) -> Memory:

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from estr_jax.model import decoder
 from estr_jax.model.decoder import DecoderConfig
-from estr_jax.model.sharding import BATCH_SPEC, shardings
+from estr_jax.model.sharding import BATCH_SPEC
 from estr_jax.sampler import decode
 from estr_jax.structs import Batch, Params
 
@@ -50,14 +49,6 @@ def abstract_batch(
     reference=of("float32") if "reference" in anchors else None,
     vocabulary=of("float32", vocabulary) if vocabulary else None,
     experts=of("uint8", *experts) if experts else None,
-  )
-
-
-def abstract_weights(model: DecoderConfig, mesh: Mesh, dtype: str) -> Params:
-  """The sampler's weights: those of the learner in another dtype, by the same sharding rules."""
-  params = decoder.abstract_params(model)
-  return jax.tree.map(
-    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place), params, shardings(params, mesh)
   )
 
 

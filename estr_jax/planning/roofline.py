@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,10 @@ class Layout:
     index = tuple(slice(None) if axis in axes else 0 for axis in self.sizes)
     return [tuple(place) for place in self.coordinates[index].reshape(-1, self.coordinates.shape[-1]).tolist()]
 
-  def describe(self) -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
+
+def describe(sizes: Mapping[str, int]) -> str:
+  """A mesh in words, by the sizes of its axes."""
+  return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 def layout_of(mesh: Mesh, place: Slice) -> Layout:

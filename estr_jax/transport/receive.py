@@ -8,7 +8,7 @@ import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16") and the float8 names 
 import numpy as np
 
 from estr_jax.transport import estr_jax_pb2 as pb
-from estr_jax.transport.regions import Region, raw, region_from_message
+from estr_jax.transport.regions import Region, by_name, raw, region_from_message
 
 Blocks = dict[Region, np.ndarray]  # a wanted region -> its numbers
 
@@ -41,9 +41,7 @@ class Receiver:
       if region.name not in dtypes:
         raise ValueError(f"{region.name}: no learner host holds any of it")
       self.blocks[region] = np.empty(region.shape, dtypes[region.name])
-    named: dict[str, list[Region]] = {}
-    for region in wanted:
-      named.setdefault(region.name, []).append(region)
+    named = by_name(wanted)
     self._views: list[list[tuple[Region, np.ndarray]]] = []  # of each host's blocks
     pieces: dict[Region, list[Region]] = {region: [] for region in wanted}
     for manifest in manifests:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -58,6 +59,13 @@ def region_at(name: str, whole: tuple[int, ...], index: Index) -> Region:
   """The region of a shard, whose index JAX gives as one slice an axis."""
   bounds = [one.indices(size)[:2] for one, size in zip(index, whole, strict=True)]
   return Region(name, tuple(whole), tuple(lo for lo, _ in bounds), tuple(hi for _, hi in bounds))
+
+
+def by_name(regions: Iterable[Region]) -> dict[str, list[Region]]:
+  named: dict[str, list[Region]] = {}
+  for region in regions:
+    named.setdefault(region.name, []).append(region)
+  return named
 
 
 def region_to_message(region: Region) -> pb.Region:

@@ -15,7 +15,7 @@ import numpy as np
 from estr_jax.model.sharding import path_name
 from estr_jax.structs import NO_VERSION, Params
 from estr_jax.transport import estr_jax_pb2 as pb
-from estr_jax.transport.regions import Region, raw, region_at, region_to_message
+from estr_jax.transport.regions import Region, by_name, raw, region_at, region_to_message
 
 # Large enough for full loopback speed, far below any message limit.
 CHUNK_BYTES = 4 << 20
@@ -80,7 +80,7 @@ class Snapshot:
     Raises ValueError where a parameter has another shape here.
     """
     tensors, blocks = [], []
-    for name, regions in _by_name(wanted).items():
+    for name, regions in by_name(wanted).items():
       pieces = self._pieces.get(name, [])
       if pieces:
         tensors.append(pb.Tensor(name=name, dtype=pieces[0].dtype.name))
@@ -151,13 +151,6 @@ class WeightStore:
         if found is not None or left <= 0:
           return found
         self._changed.wait(left)
-
-
-def _by_name(wanted: Sequence[Region]) -> dict[str, list[Region]]:
-  named: dict[str, list[Region]] = {}
-  for region in wanted:
-    named.setdefault(region.name, []).append(region)
-  return named
 
 
 def _runs(array: np.ndarray) -> Iterator[np.ndarray]:
