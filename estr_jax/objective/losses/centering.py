@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from estr_jax.objective.losses import composition
+from estr_jax.objective.losses.hyper import Bound, Positive
 from estr_jax.objective.surrogates import bounded_exp
 from estr_jax.objective.triangle import required
 from estr_jax.structs import Batch, Scores, TokenLoss
 
 
 def score_centering(
-  policy: Scores, batch: Batch, *, weight: Literal["tis", "mis", "one"], low: float, high: float
+  policy: Scores, batch: Batch, *, weight: Literal["tis", "mis", "one"] = "tis", low: Positive = 0.5, high: Bound = 2.0
 ) -> TokenLoss:
   """-A [sg(w_a) log p_a - sum_v sg(m_v w_v) log p_v], p = pi, m = mu (Marek & Ryabinin, arXiv 2609.20807).
 
@@ -20,6 +21,11 @@ def score_centering(
   ones do not. weight "one" is w = 1, "tis" min(p / m, high), "mis" p / m where low <= p / m <= high and 0 elsewhere;
   a sampled token of weight 0 keeps its correction. The sum is exact: it runs over the whole recorded distribution of
   mu, where the paper's implementation records the most probable tokens and models the rest.
+
+  Args:
+    weight: how w is bounded: "tis" cuts it, "mis" drops it, and "one" puts 1 in its place.
+    low: the smallest p / m that "mis" keeps; the others do not read it.
+    high: the largest p / m, beyond which "tis" cuts and "mis" drops; 5 goes with "mis".
   """
   there_BT = composition.usable(batch, policy.logprob)
   # [B, T, V]; a token outside the mask has no recorded distribution, and its own pi stands in.

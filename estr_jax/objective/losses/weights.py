@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from estr_jax.objective import trust_regions
 from estr_jax.objective.losses import composition
+from estr_jax.objective.losses.hyper import Bound, Fraction, Nats, NatsBound, Positive, RatioBound
 from estr_jax.objective.scopes import first_of_sequence, group_sum, sequence_mean, sequence_sum
 from estr_jax.objective.sequence_weights import log_sequence_weight
 from estr_jax.objective.surrogates import bounded_exp
@@ -18,12 +19,23 @@ _Scope = Literal["token", "sequence", "geometric"]
 
 
 def tis(
-  policy: Scores, batch: Batch, *, edge: str, scope: _Scope, cap: float, clip_low: float, clip_high: float
+  policy: Scores,
+  batch: Batch,
+  *,
+  edge: str,
+  scope: _Scope = "token",
+  cap: Bound = 2.0,
+  clip_low: float,
+  clip_high: float,
 ) -> TokenLoss:
   """Truncated importance sampling: the weight sg(min(rho, cap)), rho of a token or the product over its sequence.
 
   edge "proximal": rho = q / mu, times PPO(pi / q). Edge "direct": rho = pi / mu, times A log pi, with nothing to clip.
   scope "geometric" is the mean of log rho over the sequence in place of the sum.
+
+  Args:
+    scope: what rho is taken over: the token, its sequence's product, or its sequence's geometric mean.
+    cap: the largest weight; above it the weight is cut.
   """
   log_rho, there_BT = _importance(policy, batch, edge, scope)
   rho = bounded_exp(log_rho)
@@ -32,12 +44,25 @@ def tis(
 
 
 def mis(
-  policy: Scores, batch: Batch, *, edge: str, scope: _Scope, low: float, high: float, clip_low: float, clip_high: float
+  policy: Scores,
+  batch: Batch,
+  *,
+  edge: str,
+  scope: _Scope = "token",
+  low: Positive = 0.5,
+  high: Bound = 2.0,
+  clip_low: float,
+  clip_high: float,
 ) -> TokenLoss:
   """Masked importance sampling: the weight sg(rho) where low <= rho <= high, and nothing elsewhere.
 
   Edges and scopes as in `tis`. A "geometric" ratio is a filter only: what it keeps has weight 1, and on the direct
   edge PPO(pi / mu) in place of A log pi.
+
+  Args:
+    scope: what rho is taken over: the token, its sequence's product, or its sequence's geometric mean.
+    low: the smallest rho that is kept; 0.999 goes with scope "geometric".
+    high: the largest rho that is kept; 1.001 goes with scope "geometric".
   """
   log_rho, there_BT = _importance(policy, batch, edge, scope)
   keep_BT = there_BT & trust_regions.ratio_band(log_rho, low=low, high=high)
@@ -75,10 +100,14 @@ def a3po(policy: Scores, batch: Batch, *, clip_low: float, clip_high: float) -> 
   )
 
 
-def cispo(policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high: float) -> TokenLoss:
+def cispo(policy: Scores, batch: Batch, *, edge: str, clip_low: Bound = 1.0, clip_high: Bound = 0.28) -> TokenLoss:
   """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: no token loses its gradient (MiniMax-M1, arXiv 2506.13585).
 
   clip_low = 1 leaves the lower side open, as the source does.
+
+  Args:
+    clip_low: the smallest weight is 1 - clip_low; 1.0: no lower bound.
+    clip_high: the largest weight is 1 + clip_high; ours.
   """
   delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
   ratio = bounded_exp(delta)
@@ -86,8 +115,12 @@ def cispo(policy: Scores, batch: Batch, *, edge: str, clip_low: float, clip_high
   return composition.reinforce(policy, batch, keep_BT=there_BT, weight_BT=weight_BT, bounded_BT=weight_BT != ratio)
 
 
-def gipo(policy: Scores, batch: Batch, *, edge: str, width: float) -> TokenLoss:
-  """-r A exp(-(sg log r / width)^2 / 2): a Gaussian in log r damps both sides; no clip (GIPO, arXiv 2603.03955)."""
+def gipo(policy: Scores, batch: Batch, *, edge: str, width: NatsBound = 0.5) -> TokenLoss:
+  """-r A exp(-(sg log r / width)^2 / 2): a Gaussian in log r damps both sides; no clip (GIPO, arXiv 2603.03955).
+
+  Args:
+    width: the Gaussian's standard deviation in log r; the source's run from 0.1 to 2.
+  """
   delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
   weight_BT = jnp.exp(-0.5 * jnp.square(delta / width))
   return composition.shaped(delta, batch, keep_BT=there_BT, weight_BT=weight_BT)
@@ -98,14 +131,20 @@ def vespo(
   batch: Batch,
   *,
   edge: str,
-  positive_power: float,
-  positive_decay: float,
-  negative_power: float,
-  negative_decay: float,
+  positive_power: Positive = 2.0,
+  positive_decay: Positive = 3.0,
+  negative_power: Positive = 3.0,
+  negative_decay: Positive = 2.0,
 ) -> TokenLoss:
   """-sg(W^k exp(l (1 - W))) A log pi with W the sequence's product of ratios (VESPO, arXiv 2602.10693).
 
   (k, l) = (positive_power, positive_decay) where A >= 0, else the negative ones; the weight is 1 at W = 1.
+
+  Args:
+    positive_power: the exponent k of W where A >= 0.
+    positive_decay: l, by which a large W is damped, where A >= 0.
+    negative_power: the exponent k of W where A < 0.
+    negative_decay: l, by which a large W is damped, where A < 0.
   """
   delta, there_BT = composition.safe_log_ratio(policy, batch, edge)
   log_w = log_sequence_weight(jax.lax.stop_gradient(delta), there_BT, batch.segment)
@@ -115,7 +154,7 @@ def vespo(
   return composition.reinforce(policy, batch, keep_BT=there_BT, weight_BT=weight_BT)
 
 
-def vcpo(policy: Scores, batch: Batch, *, cap: float) -> TokenLoss:
+def vcpo(policy: Scores, batch: Batch, *, cap: Bound = 8.0) -> TokenLoss:
   """Sequence TIS with the baseline of least variance (VCPO, arXiv 2602.17616): -min(w, cap) (R - b) log pi.
 
   w is the sequence's product of pi / mu and b = sum W R / sum W over the group, W = w^2 n. The paper's n is the squared
@@ -123,6 +162,9 @@ def vcpo(policy: Scores, batch: Batch, *, cap: float) -> TokenLoss:
   sum_t (1 - 2 p_t + sum_v p_v^2), which is exact up to the network's Jacobian: a proxy of ours. The rewards of the
   batch are read and its advantages are not; the released scripts also divide by the group's spread of rewards, which is
   not done here. The paper's step size is `optimizer.ess_step`. The group is what is here of it.
+
+  Args:
+    cap: the largest weight of a sequence; above it the weight is cut.
   """
   delta, there_BT = composition.safe_log_ratio(policy, batch, "direct")
   rho = jnp.exp(log_sequence_weight(jax.lax.stop_gradient(delta), there_BT, batch.segment))
@@ -159,15 +201,21 @@ def stare(
   edge: str,
   clip_low: float,
   clip_high: float,
-  dual: float,
-  boost: float,
-  share: float,
-  target: float,
+  dual: RatioBound = 10.0,
+  boost: Positive = 1.1,
+  share: Fraction = 0.1,
+  target: Nats = 0.3,
 ) -> TokenLoss:
   """Dual-clipped PPO with more weight on surprising good tokens while the entropy is low (STARE, arXiv 2606.19236).
 
   While pi's mean entropy over the policy tokens that are here is below `target` nats, the `share` of the tokens of
   A > 0 with the largest -log pi, rounded up, has weight `boost`. The released default leaves tokens of A < 0 alone.
+
+  Args:
+    dual: the largest ratio that counts at A < 0; above 1, or it would cut ratios of 1.
+    boost: the weight of the surprising tokens; that of the others is 1.
+    share: the fraction of the tokens of A > 0 that is boosted.
+    target: the mean entropy of pi below which tokens are boosted.
   """
   token_loss = composition.clipped(policy, batch, edge=edge, clip_low=clip_low, clip_high=clip_high, dual=dual)
   entropy_BT = jax.lax.stop_gradient(required(policy.entropy, "policy.entropy"))
