@@ -11,11 +11,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from estr_jax.errors import UserError
+from estr_jax.rollout_queue.broker import Broker
 from estr_jax.runtime import jobset
-from estr_jax.transport import service
-from estr_jax.transport.broker import Broker
-from estr_jax.transport.security import Tls
-from estr_jax.transport.weights import WeightStore
+from estr_jax.weights.store import WeightStore
+from estr_jax.wire import service
+from estr_jax.wire.security import Tls
 
 ARGUMENTS = ["--config=configs/default.py", "--workdir=/shared/runs/a"]
 V5P, V6E = jobset.pool_of("v5p", (4, 4, 4)), jobset.pool_of("v6e", (2, 2))

@@ -9,11 +9,11 @@ import jax
 from estr_jax import hosts
 from estr_jax.errors import UserError
 from estr_jax.lab.staleness import OnPolicy, Simulated, check_realised
+from estr_jax.rollout_queue.broker import Broker, NotReady
 from estr_jax.sampler.engine import Engine
 from estr_jax.sampler.rollout import rollout
 from estr_jax.structs import Mean, Prompt, Trajectory, Weights
-from estr_jax.transport.broker import Broker, NotReady
-from estr_jax.transport.weights import WeightStore, pieces_of
+from estr_jax.weights.store import WeightStore, pieces_of
 
 Groups = list[list[Trajectory]]
 

@@ -14,13 +14,13 @@ from estr_jax import hosts
 from estr_jax.errors import UserError
 from estr_jax.model.decoder import DecoderConfig, abstract_params
 from estr_jax.model.sharding import shardings
+from estr_jax.rollout_queue.broker import StaleIncarnation
 from estr_jax.sampler.engine import Engine
 from estr_jax.structs import NO_VERSION, Params, Prompt, Trajectory, Weights
-from estr_jax.transport.broker import StaleIncarnation
-from estr_jax.transport.client import Client
-from estr_jax.transport.fetch import Membership, WeightSource
-from estr_jax.transport.placement import placed
-from estr_jax.transport.weights import VersionGone
+from estr_jax.weights.fetch import Membership, WeightSource
+from estr_jax.weights.placement import placed
+from estr_jax.weights.store import VersionGone
+from estr_jax.wire.client import Client
 
 _FETCH_WAIT_S = 10.0  # of one call for newer weights
 _IDLE_WAIT_S = 1.0  # of one call for prompts while nothing else is to be done

@@ -8,10 +8,10 @@ from typing import TypeVar
 import grpc
 
 from estr_jax.errors import UserError
-from estr_jax.transport import security
-from estr_jax.transport.broker import StaleIncarnation
-from estr_jax.transport.security import Tls
-from estr_jax.transport.weights import VersionGone
+from estr_jax.rollout_queue.broker import StaleIncarnation
+from estr_jax.weights.store import VersionGone
+from estr_jax.wire import security
+from estr_jax.wire.security import Tls
 
 # One call asks the learner to wait at most this long; a longer wait is several calls.
 WAIT_S = 10.0

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from estr_jax.transport import estr_jax_pb2 as pb
+from estr_jax.wire import estr_jax_pb2 as pb
 
 Index = tuple[slice, ...]
 

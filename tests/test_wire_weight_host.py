@@ -16,17 +16,18 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import strategies as st
-from transport_cases import assert_blocks_are, pieces, wants
+from weights_cases import assert_blocks_are, pieces, wants
 
 from estr_jax.errors import UserError
+from estr_jax.rollout_queue.broker import Broker, StaleIncarnation
 from estr_jax.structs import NO_VERSION
-from estr_jax.transport import service, weights
-from estr_jax.transport.broker import Broker, StaleIncarnation
-from estr_jax.transport.fetch import Membership, WeightSource
-from estr_jax.transport.placement import placed, wanted_by
-from estr_jax.transport.receive import Receiver, manifest_of
-from estr_jax.transport.regions import Region
-from estr_jax.transport.weights import Piece, Snapshot, VersionGone, WeightStore
+from estr_jax.weights import store as weights
+from estr_jax.weights.fetch import Membership, WeightSource
+from estr_jax.weights.placement import placed, wanted_by
+from estr_jax.weights.receive import Receiver, manifest_of
+from estr_jax.weights.regions import Region
+from estr_jax.weights.store import Piece, Snapshot, VersionGone, WeightStore
+from estr_jax.wire import service
 
 TESTS = Path(__file__).parent
 
@@ -164,10 +165,10 @@ def test_another_host_has_no_queue_and_is_healthy(hosts):
   """Fails if a probe finds no service there, or the queue is answered by a host without a broker."""
   with grpc.insecure_channel(hosts.servers[1].address) as channel:
     stub = health_pb2_grpc.HealthStub(channel)
-    for name in ("", "estr_jax.transport.WeightChannel"):
+    for name in ("", "estr_jax.wire.WeightChannel"):
       assert stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status == 1
     with pytest.raises(grpc.RpcError) as caught:
-      stub.Check(health_pb2.HealthCheckRequest(service="estr_jax.transport.Rollouts"), timeout=5)
+      stub.Check(health_pb2.HealthCheckRequest(service="estr_jax.wire.Rollouts"), timeout=5)
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
@@ -213,7 +214,7 @@ def test_a_host_that_publishes_later_is_waited_for(hosts):
 
 def test_a_host_that_never_has_the_version_is_named(hosts, monkeypatch):
   """Fails if the wait for it has no end."""
-  monkeypatch.setattr("estr_jax.transport.fetch.WAIT_S", 0.1)
+  monkeypatch.setattr("estr_jax.weights.fetch.WAIT_S", 0.1)
   hosts.publish(1, late=1)
   with pytest.raises(UserError, match=rf"host at {hosts.servers[1].address} had no weights of version 1 to send"):
     hosts.source(patience_s=0.3).fetch(NO_VERSION, 5)
@@ -310,10 +311,10 @@ from estr_jax.model import decoder
 from estr_jax.model.sharding import make_mesh, path_name, shardings
 from estr_jax.runtime.sampler_loop import abstract_weights
 from estr_jax.structs import NO_VERSION
-from estr_jax.transport.placement import placed, wanted_by
-from estr_jax.transport.regions import region_at
-from estr_jax.transport.weights import pieces_of
-from test_transport_weights import Hosts
+from estr_jax.weights.placement import placed, wanted_by
+from estr_jax.weights.regions import region_at
+from estr_jax.weights.store import pieces_of
+from test_wire_weight_host import Hosts
 
 model = dataclasses.replace(MODEL, layers=1, vocab_size=8, experts=4, experts_per_token=2, expert_mlp_width=8)
 rng = np.random.default_rng(0)

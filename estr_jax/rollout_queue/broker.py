@@ -10,10 +10,10 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
+from estr_jax.rollout_queue import admission as rules
+from estr_jax.rollout_queue.ledger import Ledger, Live
+from estr_jax.rollout_queue.liveness import Roster
 from estr_jax.structs import Mean, Prompt, Trajectory
-from estr_jax.transport import admission as rules
-from estr_jax.transport.ledger import Ledger, Live
-from estr_jax.transport.liveness import Roster
 
 # How long a blocked call sleeps before it looks for leases that ran out meanwhile.
 _POLL_S = 0.2

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16") and the float8 names known
 import numpy as np
 
-from estr_jax.transport import estr_jax_pb2 as pb
-from estr_jax.transport.regions import Region, by_name, raw, region_from_message
+from estr_jax.weights.regions import Region, by_name, raw, region_from_message
+from estr_jax.wire import estr_jax_pb2 as pb
 
 Blocks = dict[Region, np.ndarray]  # a wanted region -> its numbers
 

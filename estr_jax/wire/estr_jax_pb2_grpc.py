@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from estr_jax.transport import estr_jax_pb2 as estr__jax_dot_transport_dot_estr__jax__pb2
+from estr_jax.wire import estr_jax_pb2 as estr__jax_dot_wire_dot_estr__jax__pb2
 
 GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in estr_jax/transport/estr_jax_pb2_grpc.py depends on'
+        + ' but the generated code in estr_jax/wire/estr_jax_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,24 +36,24 @@ class RolloutsStub(object):
             channel: A grpc.Channel.
         """
         self.Join = channel.unary_unary(
-                '/estr_jax.transport.Rollouts/Join',
-                request_serializer=estr__jax_dot_transport_dot_estr__jax__pb2.JoinRequest.SerializeToString,
-                response_deserializer=estr__jax_dot_transport_dot_estr__jax__pb2.JoinReply.FromString,
+                '/estr_jax.wire.Rollouts/Join',
+                request_serializer=estr__jax_dot_wire_dot_estr__jax__pb2.JoinRequest.SerializeToString,
+                response_deserializer=estr__jax_dot_wire_dot_estr__jax__pb2.JoinReply.FromString,
                 _registered_method=True)
         self.Lease = channel.unary_unary(
-                '/estr_jax.transport.Rollouts/Lease',
-                request_serializer=estr__jax_dot_transport_dot_estr__jax__pb2.LeaseRequest.SerializeToString,
-                response_deserializer=estr__jax_dot_transport_dot_estr__jax__pb2.LeaseReply.FromString,
+                '/estr_jax.wire.Rollouts/Lease',
+                request_serializer=estr__jax_dot_wire_dot_estr__jax__pb2.LeaseRequest.SerializeToString,
+                response_deserializer=estr__jax_dot_wire_dot_estr__jax__pb2.LeaseReply.FromString,
                 _registered_method=True)
         self.Put = channel.unary_unary(
-                '/estr_jax.transport.Rollouts/Put',
-                request_serializer=estr__jax_dot_transport_dot_estr__jax__pb2.PutRequest.SerializeToString,
-                response_deserializer=estr__jax_dot_transport_dot_estr__jax__pb2.PutReply.FromString,
+                '/estr_jax.wire.Rollouts/Put',
+                request_serializer=estr__jax_dot_wire_dot_estr__jax__pb2.PutRequest.SerializeToString,
+                response_deserializer=estr__jax_dot_wire_dot_estr__jax__pb2.PutReply.FromString,
                 _registered_method=True)
         self.Beat = channel.unary_unary(
-                '/estr_jax.transport.Rollouts/Beat',
-                request_serializer=estr__jax_dot_transport_dot_estr__jax__pb2.BeatRequest.SerializeToString,
-                response_deserializer=estr__jax_dot_transport_dot_estr__jax__pb2.BeatReply.FromString,
+                '/estr_jax.wire.Rollouts/Beat',
+                request_serializer=estr__jax_dot_wire_dot_estr__jax__pb2.BeatRequest.SerializeToString,
+                response_deserializer=estr__jax_dot_wire_dot_estr__jax__pb2.BeatReply.FromString,
                 _registered_method=True)
 
 
@@ -90,29 +90,29 @@ def add_RolloutsServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Join': grpc.unary_unary_rpc_method_handler(
                     servicer.Join,
-                    request_deserializer=estr__jax_dot_transport_dot_estr__jax__pb2.JoinRequest.FromString,
-                    response_serializer=estr__jax_dot_transport_dot_estr__jax__pb2.JoinReply.SerializeToString,
+                    request_deserializer=estr__jax_dot_wire_dot_estr__jax__pb2.JoinRequest.FromString,
+                    response_serializer=estr__jax_dot_wire_dot_estr__jax__pb2.JoinReply.SerializeToString,
             ),
             'Lease': grpc.unary_unary_rpc_method_handler(
                     servicer.Lease,
-                    request_deserializer=estr__jax_dot_transport_dot_estr__jax__pb2.LeaseRequest.FromString,
-                    response_serializer=estr__jax_dot_transport_dot_estr__jax__pb2.LeaseReply.SerializeToString,
+                    request_deserializer=estr__jax_dot_wire_dot_estr__jax__pb2.LeaseRequest.FromString,
+                    response_serializer=estr__jax_dot_wire_dot_estr__jax__pb2.LeaseReply.SerializeToString,
             ),
             'Put': grpc.unary_unary_rpc_method_handler(
                     servicer.Put,
-                    request_deserializer=estr__jax_dot_transport_dot_estr__jax__pb2.PutRequest.FromString,
-                    response_serializer=estr__jax_dot_transport_dot_estr__jax__pb2.PutReply.SerializeToString,
+                    request_deserializer=estr__jax_dot_wire_dot_estr__jax__pb2.PutRequest.FromString,
+                    response_serializer=estr__jax_dot_wire_dot_estr__jax__pb2.PutReply.SerializeToString,
             ),
             'Beat': grpc.unary_unary_rpc_method_handler(
                     servicer.Beat,
-                    request_deserializer=estr__jax_dot_transport_dot_estr__jax__pb2.BeatRequest.FromString,
-                    response_serializer=estr__jax_dot_transport_dot_estr__jax__pb2.BeatReply.SerializeToString,
+                    request_deserializer=estr__jax_dot_wire_dot_estr__jax__pb2.BeatRequest.FromString,
+                    response_serializer=estr__jax_dot_wire_dot_estr__jax__pb2.BeatReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'estr_jax.transport.Rollouts', rpc_method_handlers)
+            'estr_jax.wire.Rollouts', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('estr_jax.transport.Rollouts', rpc_method_handlers)
+    server.add_registered_method_handlers('estr_jax.wire.Rollouts', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -134,9 +134,9 @@ class Rollouts(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/estr_jax.transport.Rollouts/Join',
-            estr__jax_dot_transport_dot_estr__jax__pb2.JoinRequest.SerializeToString,
-            estr__jax_dot_transport_dot_estr__jax__pb2.JoinReply.FromString,
+            '/estr_jax.wire.Rollouts/Join',
+            estr__jax_dot_wire_dot_estr__jax__pb2.JoinRequest.SerializeToString,
+            estr__jax_dot_wire_dot_estr__jax__pb2.JoinReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -161,9 +161,9 @@ class Rollouts(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/estr_jax.transport.Rollouts/Lease',
-            estr__jax_dot_transport_dot_estr__jax__pb2.LeaseRequest.SerializeToString,
-            estr__jax_dot_transport_dot_estr__jax__pb2.LeaseReply.FromString,
+            '/estr_jax.wire.Rollouts/Lease',
+            estr__jax_dot_wire_dot_estr__jax__pb2.LeaseRequest.SerializeToString,
+            estr__jax_dot_wire_dot_estr__jax__pb2.LeaseReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -188,9 +188,9 @@ class Rollouts(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/estr_jax.transport.Rollouts/Put',
-            estr__jax_dot_transport_dot_estr__jax__pb2.PutRequest.SerializeToString,
-            estr__jax_dot_transport_dot_estr__jax__pb2.PutReply.FromString,
+            '/estr_jax.wire.Rollouts/Put',
+            estr__jax_dot_wire_dot_estr__jax__pb2.PutRequest.SerializeToString,
+            estr__jax_dot_wire_dot_estr__jax__pb2.PutReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -215,9 +215,9 @@ class Rollouts(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/estr_jax.transport.Rollouts/Beat',
-            estr__jax_dot_transport_dot_estr__jax__pb2.BeatRequest.SerializeToString,
-            estr__jax_dot_transport_dot_estr__jax__pb2.BeatReply.FromString,
+            '/estr_jax.wire.Rollouts/Beat',
+            estr__jax_dot_wire_dot_estr__jax__pb2.BeatRequest.SerializeToString,
+            estr__jax_dot_wire_dot_estr__jax__pb2.BeatReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -241,9 +241,9 @@ class WeightChannelStub(object):
             channel: A grpc.Channel.
         """
         self.Fetch = channel.unary_stream(
-                '/estr_jax.transport.WeightChannel/Fetch',
-                request_serializer=estr__jax_dot_transport_dot_estr__jax__pb2.FetchRequest.SerializeToString,
-                response_deserializer=estr__jax_dot_transport_dot_estr__jax__pb2.WeightsPart.FromString,
+                '/estr_jax.wire.WeightChannel/Fetch',
+                request_serializer=estr__jax_dot_wire_dot_estr__jax__pb2.FetchRequest.SerializeToString,
+                response_deserializer=estr__jax_dot_wire_dot_estr__jax__pb2.WeightsPart.FromString,
                 _registered_method=True)
 
 
@@ -263,14 +263,14 @@ def add_WeightChannelServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Fetch': grpc.unary_stream_rpc_method_handler(
                     servicer.Fetch,
-                    request_deserializer=estr__jax_dot_transport_dot_estr__jax__pb2.FetchRequest.FromString,
-                    response_serializer=estr__jax_dot_transport_dot_estr__jax__pb2.WeightsPart.SerializeToString,
+                    request_deserializer=estr__jax_dot_wire_dot_estr__jax__pb2.FetchRequest.FromString,
+                    response_serializer=estr__jax_dot_wire_dot_estr__jax__pb2.WeightsPart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'estr_jax.transport.WeightChannel', rpc_method_handlers)
+            'estr_jax.wire.WeightChannel', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('estr_jax.transport.WeightChannel', rpc_method_handlers)
+    server.add_registered_method_handlers('estr_jax.wire.WeightChannel', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -293,9 +293,9 @@ class WeightChannel(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/estr_jax.transport.WeightChannel/Fetch',
-            estr__jax_dot_transport_dot_estr__jax__pb2.FetchRequest.SerializeToString,
-            estr__jax_dot_transport_dot_estr__jax__pb2.WeightsPart.FromString,
+            '/estr_jax.wire.WeightChannel/Fetch',
+            estr__jax_dot_wire_dot_estr__jax__pb2.FetchRequest.SerializeToString,
+            estr__jax_dot_wire_dot_estr__jax__pb2.WeightsPart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from transport_cases import assert_blocks_are, pieces, wants, whole
+from weights_cases import assert_blocks_are, pieces, wants, whole
 
 from estr_jax.structs import Prompt, Trajectory
-from estr_jax.transport import estr_jax_pb2 as pb
-from estr_jax.transport import weights, wire
-from estr_jax.transport.receive import Receiver, manifest_of
+from estr_jax.weights import store as weights
+from estr_jax.weights.receive import Receiver, manifest_of
+from estr_jax.wire import codec
+from estr_jax.wire import estr_jax_pb2 as pb
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -62,8 +63,8 @@ def exact(record) -> dict:
 @hypothesis.given(trajectory=trajectories())
 def test_a_trajectory_survives_bit_for_bit(trajectory):
   """Fails on a field left out, swapped, rounded through another type, or shortened."""
-  message = pb.Trajectory.FromString(wire.trajectory_to_message(trajectory).SerializeToString())
-  back = wire.trajectory_from_message(message)
+  message = pb.Trajectory.FromString(codec.trajectory_to_message(trajectory).SerializeToString())
+  back = codec.trajectory_from_message(message)
   assert exact(back) == exact(trajectory)
   assert back.logprob.flags.writeable
 
@@ -72,14 +73,14 @@ def test_minus_infinity_survives():
   one, zero = np.array([-np.inf], np.float32), np.zeros(1, np.float32)
   mask, ids = np.array([True]), np.array([3], np.int32)
   sent = Trajectory(ids, mask, one, zero, zero, ids, 0.5, 1, 2, "t", "stop", 1, 0.1)
-  assert wire.trajectory_from_message(wire.trajectory_to_message(sent)).logprob[0] == -np.inf
+  assert codec.trajectory_from_message(codec.trajectory_to_message(sent)).logprob[0] == -np.inf
 
 
 @hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
 @hypothesis.given(tokens=hnp.arrays(np.int32, st.integers(0, 5)), number=INT64, text=st.text())
 def test_a_prompt_survives_bit_for_bit(tokens, number, text):
   prompt = Prompt(id=number, group=-number - 1, tokens=tokens, answer=text, task=text + "x")
-  assert exact(wire.prompt_from_message(wire.prompt_to_message(prompt))) == exact(prompt)
+  assert exact(codec.prompt_from_message(codec.prompt_to_message(prompt))) == exact(prompt)
 
 
 def test_a_wrong_type_is_refused_by_name_not_cast():
@@ -88,16 +89,16 @@ def test_a_wrong_type_is_refused_by_name_not_cast():
   zero = np.zeros(1, np.float32)
   bad = Trajectory(ids, mask, np.zeros(1), zero, zero, ids, 0.0, 0, 0, "t", "stop", 1, 0.1)
   with pytest.raises(ValueError, match="logprob has to be float32"):
-    wire.trajectory_to_message(bad)
+    codec.trajectory_to_message(bad)
 
 
 def test_a_torn_array_is_refused_by_name():
   with pytest.raises(ValueError, match="entropy has 5 bytes"):
-    wire.trajectory_from_message(pb.Trajectory(entropy=b"12345"))
+    codec.trajectory_from_message(pb.Trajectory(entropy=b"12345"))
   with pytest.raises(ValueError, match="vocabulary has 12 bytes"):
-    wire.trajectory_from_message(pb.Trajectory(tokens=b"12345678", vocabulary=b"123456789012"))
+    codec.trajectory_from_message(pb.Trajectory(tokens=b"12345678", vocabulary=b"123456789012"))
   with pytest.raises(ValueError, match="experts has 6 bytes"):
-    wire.trajectory_from_message(pb.Trajectory(tokens=b"12345678", experts=b"123456", experts_per_token=2))
+    codec.trajectory_from_message(pb.Trajectory(tokens=b"12345678", experts=b"123456", experts_per_token=2))
 
 
 def params() -> dict:

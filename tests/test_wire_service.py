@@ -12,17 +12,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from transport_cases import assert_blocks_are, pieces, wants
+from weights_cases import assert_blocks_are, pieces, wants
 
 from estr_jax.errors import UserError
+from estr_jax.rollout_queue.broker import Broker, StaleIncarnation
 from estr_jax.structs import NO_VERSION, Prompt, Trajectory
-from estr_jax.transport import client as client_module
-from estr_jax.transport import service
-from estr_jax.transport.broker import Broker, StaleIncarnation
-from estr_jax.transport.client import Client
-from estr_jax.transport.fetch import WeightSource
-from estr_jax.transport.security import Tls
-from estr_jax.transport.weights import WeightStore
+from estr_jax.weights.fetch import WeightSource
+from estr_jax.weights.store import WeightStore
+from estr_jax.wire import client as client_module
+from estr_jax.wire import service
+from estr_jax.wire.client import Client
+from estr_jax.wire.security import Tls
 
 MODEL = {"layers": "2", "width": "64"}
 PARAMS = {"a": {"b": np.arange(6, dtype=np.float32).reshape(2, 3).astype(ml_dtypes.bfloat16)}}
@@ -319,7 +319,7 @@ def test_the_health_service_serves_while_every_wait_is_taken(pair, monkeypatch):
   start = time.monotonic()
   with grpc.insecure_channel(pair.server.address) as channel:
     check = health_pb2_grpc.HealthStub(channel).Check
-    for name in ("", "estr_jax.transport.Rollouts", "estr_jax.transport.WeightChannel"):
+    for name in ("", "estr_jax.wire.Rollouts", "estr_jax.wire.WeightChannel"):
       reply = check(health_pb2.HealthCheckRequest(service=name), timeout=5)
       assert reply.status == health_pb2.HealthCheckResponse.SERVING
   assert clients[0].put(answer(taken[0][0], 0)) == "accepted"

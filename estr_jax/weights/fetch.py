@@ -10,14 +10,14 @@ from typing import NamedTuple
 import grpc
 
 from estr_jax.errors import UserError
-from estr_jax.transport import estr_jax_pb2 as pb
-from estr_jax.transport import estr_jax_pb2_grpc as pb_grpc
-from estr_jax.transport import security
-from estr_jax.transport.calls import PAUSE_S, WAIT_S, open_channel, patiently, translated, until
-from estr_jax.transport.receive import Blocks, Receiver, manifest_of
-from estr_jax.transport.regions import Region, region_to_message
-from estr_jax.transport.security import Tls
-from estr_jax.transport.weights import VersionGone
+from estr_jax.weights.receive import Blocks, Receiver, manifest_of
+from estr_jax.weights.regions import Region, region_to_message
+from estr_jax.weights.store import VersionGone
+from estr_jax.wire import estr_jax_pb2 as pb
+from estr_jax.wire import estr_jax_pb2_grpc as pb_grpc
+from estr_jax.wire import security
+from estr_jax.wire.calls import PAUSE_S, WAIT_S, open_channel, patiently, translated, until
+from estr_jax.wire.security import Tls
 
 # Seconds until a stream counts as unanswered, on top of the time that it was asked to wait.
 _FETCH_S = 900.0

@@ -14,8 +14,8 @@ import numpy as np
 
 from estr_jax.model.sharding import path_name
 from estr_jax.structs import NO_VERSION, Params
-from estr_jax.transport import estr_jax_pb2 as pb
-from estr_jax.transport.regions import Region, by_name, raw, region_at, region_to_message
+from estr_jax.weights.regions import Region, by_name, raw, region_at, region_to_message
+from estr_jax.wire import estr_jax_pb2 as pb
 
 # Large enough for full loopback speed, far below any message limit.
 CHUNK_BYTES = 4 << 20

@@ -5,14 +5,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from estr_jax.rollout_queue.broker import Lease, StaleIncarnation
 from estr_jax.structs import NO_VERSION, Trajectory
-from estr_jax.transport import estr_jax_pb2 as pb
-from estr_jax.transport import estr_jax_pb2_grpc as pb_grpc
-from estr_jax.transport import security, wire
-from estr_jax.transport.broker import Lease, StaleIncarnation
-from estr_jax.transport.calls import NoAnswer, open_channel, patiently, translated, until
-from estr_jax.transport.fetch import Membership
-from estr_jax.transport.security import Tls
+from estr_jax.weights.fetch import Membership
+from estr_jax.wire import codec, security
+from estr_jax.wire import estr_jax_pb2 as pb
+from estr_jax.wire import estr_jax_pb2_grpc as pb_grpc
+from estr_jax.wire.calls import NoAnswer, open_channel, patiently, translated, until
+from estr_jax.wire.security import Tls
 
 # Seconds until a call counts as unanswered, on top of the time that it was asked to wait.
 _CALL_S = 30.0
@@ -79,7 +79,7 @@ class Client:
           holding = sorted(self._holding)
         request = pb.LeaseRequest(caller=self._caller(), max_groups=max_groups, wait_s=seconds, holding=holding)
         reply = self._call(self._rollouts.Lease, request, seconds + _CALL_S, "prompts")
-        return Lease(wire.groups_from_messages(reply.groups), reply.version, reply.finished)
+        return Lease(codec.groups_from_messages(reply.groups), reply.version, reply.finished)
 
       lease = until(wait_s, ask, lambda answer: bool(answer.groups) or answer.finished)
       with self._holding_lock:
@@ -88,7 +88,7 @@ class Client:
 
   def put(self, trajectories: Sequence[Trajectory]) -> str:
     """Hands in one finished group; the receipts are those of `Broker.put`. Raises ValueError on a malformed group."""
-    messages = [wire.trajectory_to_message(trajectory) for trajectory in trajectories]
+    messages = [codec.trajectory_to_message(trajectory) for trajectory in trajectories]
     request = pb.PutRequest(caller=self._caller(), trajectories=messages)
     reply = self._call(self._rollouts.Put, request, _CALL_S, "the receipt of a group")
     with self._holding_lock:

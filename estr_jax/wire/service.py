@@ -13,20 +13,20 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from estr_jax.errors import UserError
-from estr_jax.transport import estr_jax_pb2 as pb
-from estr_jax.transport import estr_jax_pb2_grpc as pb_grpc
-from estr_jax.transport import security, wire
-from estr_jax.transport.broker import Broker, Lease, StaleIncarnation
-from estr_jax.transport.regions import region_from_message
-from estr_jax.transport.security import Tls
-from estr_jax.transport.weights import Snapshot, VersionGone, WeightStore
+from estr_jax.rollout_queue.broker import Broker, Lease, StaleIncarnation
+from estr_jax.weights.regions import region_from_message
+from estr_jax.weights.store import Snapshot, VersionGone, WeightStore
+from estr_jax.wire import codec, security
+from estr_jax.wire import estr_jax_pb2 as pb
+from estr_jax.wire import estr_jax_pb2_grpc as pb_grpc
+from estr_jax.wire.security import Tls
 
 # Threads of the pool, and how many of them may block in a wait or be busy with a stream of weights. The rest is always
 # free, so that a put, a beat or a health check never queues behind a sampler that has nothing to do.
 _THREADS, _WAITS, _STREAMS = 64, 40, 8
 # A blocked call looks this often whether its client or the server went away.
 _SLICE_S = 0.5
-_ROLLOUTS, _WEIGHTS = "estr_jax.transport.Rollouts", "estr_jax.transport.WeightChannel"
+_ROLLOUTS, _WEIGHTS = "estr_jax.wire.Rollouts", "estr_jax.wire.WeightChannel"
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ def _start(
   # Without SO_REUSEPORT a second learner on the same port fails instead of stealing half of the calls.
   options = [*security.MESSAGE_OPTIONS, ("grpc.so_reuseport", 0)]
   interceptors = [] if token is None else [_TokenCheck(token)]
-  pool = futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="transport")
+  pool = futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="wire")
   server = grpc.server(pool, interceptors=interceptors, options=options)
   stopping = threading.Event()
   add(server, _Waiter(stopping))
@@ -177,13 +177,13 @@ class _Rollouts(pb_grpc.RolloutsServicer):
         return self._broker.lease(request.caller.sampler, request.max_groups, seconds, holding=holding)
 
       lease = self._waiter.wait(context, request.wait_s, ask, lambda answer: bool(answer.groups) or answer.finished)
-      groups = [pb.Group(prompts=[wire.prompt_to_message(prompt) for prompt in group]) for group in lease.groups]
+      groups = [pb.Group(prompts=[codec.prompt_to_message(prompt) for prompt in group]) for group in lease.groups]
       return pb.LeaseReply(groups=groups, version=lease.version, finished=lease.finished)
 
   def Put(self, request, context):
     with _answering(context):
       _hear(request.caller, self._broker)
-      trajectories = [wire.trajectory_from_message(message) for message in request.trajectories]
+      trajectories = [codec.trajectory_from_message(message) for message in request.trajectories]
       return pb.PutReply(receipt=self._broker.put(request.caller.sampler, trajectories))
 
   def Beat(self, request, context):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from estr_jax.structs import Prompt, Trajectory
-from estr_jax.transport import estr_jax_pb2 as pb
+from estr_jax.wire import estr_jax_pb2 as pb
 
 _I4, _F4, _U1 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 _ARRAYS = {"tokens": _I4, "mask": _U1, "logprob": _F4, "entropy": _F4, "gini": _F4, "version": _I4}

@@ -5,8 +5,8 @@ import numpy as np
 
 from estr_jax.model.sharding import path_name
 from estr_jax.structs import Params
-from estr_jax.transport.receive import Blocks
-from estr_jax.transport.regions import Region, region_at
+from estr_jax.weights.receive import Blocks
+from estr_jax.weights.regions import Region, region_at
 
 
 def wanted_by(abstract: Params) -> list[Region]:

@@ -1,12 +1,12 @@
-"""Weights as the transport's tests publish and want them: numpy arrays, whole."""
+"""Weights as the tests of their rooms publish and want them: numpy arrays, whole."""
 
 import jax
 import numpy as np
 
 from estr_jax.model.sharding import path_name
-from estr_jax.transport.receive import Blocks
-from estr_jax.transport.regions import Region
-from estr_jax.transport.weights import Piece
+from estr_jax.weights.receive import Blocks
+from estr_jax.weights.regions import Region
+from estr_jax.weights.store import Piece
 
 
 def leaves(params: dict) -> dict[str, np.ndarray]:

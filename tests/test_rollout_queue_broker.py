@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from estr_jax.rollout_queue import admission
+from estr_jax.rollout_queue.broker import Broker, NotReady
+from estr_jax.rollout_queue.liveness import STATE_DEADLINE_S
 from estr_jax.structs import NO_VERSION, Prompt, Trajectory
-from estr_jax.transport import admission
-from estr_jax.transport.broker import Broker, NotReady
-from estr_jax.transport.liveness import STATE_DEADLINE_S
 
 N = 2  # samples of a group
 
