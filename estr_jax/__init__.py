@@ -1,1 +1,28 @@
-"""Asynchronous reinforcement learning of language models with entropy-scaled trust regions (ESTR)."""
+"""Asynchronous reinforcement learning of language models with entropy-scaled trust regions (ESTR).
+
+    import estr_jax
+    result = estr_jax.train({"mode": "sync", "steps": 20}, "runs/first")
+    print(result.accuracy)
+
+`train`, `evaluate`, `load` and `sample` stand in `estr_jax.run.api`; they are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from estr_jax.errors import UserError
+
+if TYPE_CHECKING:
+  from estr_jax.run.api import Evaluation, Loaded, Result, evaluate, load, sample, train
+
+__version__ = "0.1.0"
+
+__all__ = ["Evaluation", "Loaded", "Result", "UserError", "evaluate", "load", "sample", "train"]
+
+
+def __getattr__(name: str) -> Any:
+  # Not at the top: who imports one room should not load all of them.
+  if name not in __all__:
+    raise AttributeError(f"module 'estr_jax' has no attribute {name!r}")
+  from estr_jax.run import api
+
+  return getattr(api, name)

@@ -7,3 +7,16 @@ of the code and keeps its traceback.
 
 class UserError(Exception):
   """Says in one line what is wrong, where, and what to do about it."""
+
+  status = 2  # with which a program exits
+
+
+class Killed(UserError):
+  """A process of the run was ended by a signal; the status is then as a shell reports it, 128 + signal."""
+
+  def __init__(self, line: str, signal: int):
+    super().__init__(line, signal)
+    self.status = 128 + signal
+
+  def __str__(self) -> str:
+    return self.args[0]

@@ -2,6 +2,10 @@
 
     python -m experiments.launch --config=configs/paper/dapo_math.py --render --image=IMAGE \
       --workdir=/shared/runs/dapo-math [--config.KEY=VALUE ...] > run.yaml
+    python -m experiments.launch --config=configs/quickstart.py --render --image=IMAGE \
+      --workdir=/shared/runs/quickstart --config.slices.learner=v6e:1x1 --config.slices.sampler=v6e:1x1 > run.yaml
+    python -m experiments.launch --config=configs/paper/gsm8k_multiturn.py --render --image=IMAGE \
+      --workdir=/shared/runs/gsm8k --config.slices.samplers=8 | kubectl apply -f -
 
 The slices are those of the config (slices.*); every --config.KEY=VALUE reaches every process. The workdir is a folder
 of the volume that all hosts share, and its last part names the run. The README says what has to be there before.
@@ -17,9 +21,10 @@ from ml_collections import ConfigDict, config_flags
 
 from estr_jax.errors import UserError
 from estr_jax.planning.chips import parse_slice
+from estr_jax.run import command_line
 from estr_jax.runtime import jobset
 from estr_jax.tasks import TASKS
-from experiments import plan, settings
+from experiments import plan
 
 FLAGS = flags.FLAGS
 
@@ -35,14 +40,14 @@ class _Plain(yaml.SafeDumper):
 
 
 def define_flags() -> None:
-  settings.define_config()
+  command_line.define_config()
   flags.DEFINE_bool("render", False, "Print the manifests.")
   flags.DEFINE_string("image", None, "The container image, as the cluster pulls it.")
   flags.DEFINE_string("workdir", None, f"Where the run keeps its files: a folder of {jobset.VOLUME}.")
 
 
 def program() -> int:
-  settings.parse(sys.argv, define_flags)
+  command_line.parse(sys.argv, define_flags, __doc__)
   if FLAGS.config is None or not FLAGS.image or not FLAGS.workdir:
     raise UserError(
       f"name a config, an image and a folder: --config=configs/paper/dapo_math.py --image=IMAGE "
@@ -70,13 +75,13 @@ def program() -> int:
 
 
 def check(config: ConfigDict) -> None:
-  """`settings.check`, but for what only the cluster can have. Raises UserError."""
+  """`options.make`, but for what only the cluster can have. Raises UserError."""
   if config.mode != "async":
     raise UserError(f"mode={config.mode} is one role, which `python -m experiments.train` starts; launch mode=async")
   checked = config.copy_and_resolve_references()
   if checked.model.folder:
     checked.model.folder = "."  # on the volume, and not here
-  plan.check_config(checked)
+  plan.make_settings(checked)
 
 
 def pool_of(config: ConfigDict, role: str) -> jobset.Pool:
@@ -97,7 +102,7 @@ def pool_of(config: ConfigDict, role: str) -> jobset.Pool:
 
 def config_file() -> str:
   """The config as a process finds it in the image. Raises UserError where it is not in this repository."""
-  file, colon, argument = settings.config_name().partition(":")
+  file, colon, argument = command_line.config_name().partition(":")
   path = Path(file).resolve()
   if not path.is_relative_to(ROOT / "configs"):
     raise UserError(f"--config={file} is not in configs/, which the image is made of; move it there")
@@ -115,4 +120,4 @@ def overrides() -> list[str]:
 
 
 if __name__ == "__main__":
-  settings.main(program)
+  command_line.main(program)

@@ -1,6 +1,8 @@
 """Says whether a config's learner or sampler fits a TPU slice, and how fast it can be there, without a TPU.
 
     python -m experiments.plan --config=configs/paper/dapo_math.py --role=learner
+    python -m experiments.plan --config=configs/paper/dapo_math.py --role=sampler --topology=v5p:2x2x1
+    python -m experiments.plan --config=configs/paper/gsm8k_multiturn.py --role=learner --sweep
 
 compiles the program that the learner would run there (the train step; of a sampler, the decode step) with libtpu, which
 `pip install -e '.[tpu]'` brings, and reads memory, operations and communication off it. The compiler is stopped before
@@ -19,10 +21,14 @@ import sys
 import time
 
 from absl import flags
+from ml_collections import ConfigDict
 
 from estr_jax.errors import UserError
+from estr_jax.planning import compiler, report
 from estr_jax.planning.chips import GIB, Slice, parse_slice
-from experiments import settings
+from estr_jax.run import command_line, options, plan_search, plans
+from estr_jax.run.options import Settings
+from estr_jax.tasks import TASKS
 
 FLAGS = flags.FLAGS
 
@@ -30,7 +36,7 @@ ROLES = ("learner", "sampler")
 
 
 def define_flags() -> None:
-  settings.define_config()
+  command_line.define_config()
   flags.DEFINE_string("topology", None, "A slice, such as v5p:4x4x4 or v6e:8x8; by default that of the config.")
   flags.DEFINE_string("role", "learner", "learner or sampler.")
   flags.DEFINE_bool("machine_code", False, "Compile to the end, which takes minutes and proves that it can be done.")
@@ -38,8 +44,8 @@ def define_flags() -> None:
   flags.DEFINE_float("sweep_seconds", 480, "After so long a sweep compiles nothing new.")
 
 
-def check(config) -> Slice:
-  """The slice of the command line. Raises UserError, in one line, for what cannot be planned."""
+def check(config: ConfigDict | None) -> tuple[Settings, Slice]:
+  """What the command line asks for. Raises UserError, in one line, for what cannot be plans."""
   if config is None:
     raise UserError("name a config: --config=configs/paper/dapo_math.py")
   if FLAGS.role not in ROLES:
@@ -49,59 +55,52 @@ def check(config) -> Slice:
   if not topology:
     raise UserError(f"name a slice: --topology=v5p:4x4x4, or slices.{FLAGS.role} in the config")
   place = parse_slice(topology)
-  check_config(config)
+  settings = make_settings(config)
   if FLAGS.sweep:
-    return place
+    return settings, place
   where = "sampling.mesh" if FLAGS.role == "sampler" else "mesh"
-  mesh = (config.sampling.mesh if FLAGS.role == "sampler" else config.mesh).to_dict()
+  mesh = plans.mesh_of(settings, FLAGS.role).to_dict()
   if math.prod(mesh.values()) != place.chips:
     sizes = " x ".join(f"{where}.{axis}={size}" for axis, size in mesh.items())
     raise UserError(f"{place.name} has {place.chips} chips and {sizes} is {math.prod(mesh.values())}: change the mesh")
-  return place
+  return settings, place
 
 
-def check_config(config) -> None:
-  """`settings.check`, but for the task, which a program on arrays does not depend on and which may not be there yet."""
-  from estr_jax.tasks import TASKS
-
-  checked = config.copy_and_resolve_references()
-  if checked.task.name not in TASKS:
-    checked.task.name = "calculator"
-  settings.check(checked)
+def make_settings(config: ConfigDict) -> Settings:
+  """`options.make`, with another task where the config's is not there yet: a program on arrays depends on none."""
+  made = config.copy_and_resolve_references()
+  if made.task.name not in TASKS:
+    made.task.name = "calculator"
+  return options.make(made)
 
 
 def program() -> int:
-  settings.parse(sys.argv, define_flags)
-  config = FLAGS.config
-  place = check(config)
+  command_line.parse(sys.argv, define_flags, __doc__)
+  settings, place = check(FLAGS.config)
   start = time.monotonic()
 
   def say(what: str) -> None:
     print(f"[{time.monotonic() - start:4.0f} s] {what}", file=sys.stderr, flush=True)
 
-  from experiments import plan_search, planned  # slow to import
-
-  role, of = FLAGS.role, f"{FLAGS.role} of {settings.config_name()} on {place.name}"
-  without = "" if planned.has_libtpu() else "no libtpu here (pip install -e '.[tpu]'): compiled for CPUs, an estimate"
+  role, of = FLAGS.role, f"{FLAGS.role} of {command_line.config_name()} on {place.name}"
+  without = "" if plans.has_libtpu() else "no libtpu here (pip install -e '.[tpu]'): compiled for CPUs, an estimate"
   if FLAGS.sweep:
-    found = plan_search.sweep(config, role, place, FLAGS.sweep_seconds, say)
+    found = plan_search.sweep(settings, role, place, FLAGS.sweep_seconds, say)
     print(f"{of}, {without or 'as compiled'}; new compilations for {FLAGS.sweep_seconds:.0f} s")
     print("\n".join(plan_search.table(found, role)))
     return 0 if found.ranked else 1
   if without:
     print(without)
   say(f"compiling the {of}")
-  from estr_jax.planning import compiler, report
-
   plan = None
   try:
-    plan = planned.plan_of(config, role, place, machine_code=FLAGS.machine_code)
+    plan = plans.plan_of(settings, role, place, machine_code=FLAGS.machine_code)
   except compiler.Exhausted as error:
     print(f"HBM a device: at least {error.needed / GIB:.2f} GiB needed of {place.chip.hbm_bytes / GIB:.2f}")
   else:
     print(f"{of}, {plan.what}")
     print("\n".join(report.lines(plan)))
-  best = plan_search.largest(config, role, place, plan and plan.memory, say)
+  best = plan_search.largest(settings, role, place, plan and plan.memory, say)
   say("done")
   if best is not None:
     choice, memory = best
@@ -111,10 +110,10 @@ def program() -> int:
   if plan is not None and plan.fits:
     print("FITS")
     return 0
-  advice = f"set {plan_search.named(best[0], role)}" if best else plan_search.advice(config, role)
+  advice = f"set {plan_search.named(best[0], role)}" if best else plan_search.advice(settings, role)
   print(f"DOES NOT FIT: {advice}")
   return 1
 
 
 if __name__ == "__main__":
-  settings.main(program)
+  command_line.main(program)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from experiments.planned import has_libtpu
+from estr_jax.run.plans import has_libtpu
 
 _HEAD = """# Plans for TPU slices
 

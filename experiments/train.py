@@ -1,6 +1,8 @@
 """Trains a policy.
 
     python -m experiments.train --config=configs/quickstart.py --workdir=DIR [--config.KEY=VALUE ...]
+    python -m experiments.train --config=configs/quickstart.py --workdir=DIR --config.mode=sync --config.steps=50
+    python -m experiments.train --config=configs/recipes.py:dapo --workdir=DIR --config.loss.edge=proximal
 
 In mode async the default --role=all starts a learner and a sampler process on this machine and looks after them;
 --role=learner and --role=sampler start one of them alone. The other modes have one role. A role whose devices hang on
@@ -11,14 +13,16 @@ log.
 
 import os
 import re
+import signal
 import socket
 import sys
 
 from absl import flags
 
+from estr_jax import hosts
 from estr_jax.errors import UserError
-from estr_jax.runtime.launch import launch, launched
-from experiments import settings, workdir
+from estr_jax.run import command_line, options, workdir
+from estr_jax.run.local import run_processes
 
 FLAGS = flags.FLAGS
 
@@ -26,9 +30,9 @@ ROLES = ("all", "learner", "sampler")
 
 
 def define_flags() -> None:
-  settings.define_config()
+  command_line.define_config()
   flags.DEFINE_string("workdir", None, "Where the run keeps its files.")
-  flags.DEFINE_enum("role", "all", ROLES, "What this process is, in mode async.")
+  flags.DEFINE_enum("role", "all", ROLES, "What this process is, in mode async: all, learner or sampler.")
   flags.DEFINE_string(
     "coordinator", None, "HOST:PORT of the first of several processes that share this role; auto on Cloud TPU and GKE."
   )
@@ -38,31 +42,39 @@ def define_flags() -> None:
 
 
 def program() -> int:
-  settings.parse(sys.argv, define_flags)
+  command_line.parse(sys.argv, define_flags, __doc__)
   if FLAGS.config is None or FLAGS.workdir is None:
     raise UserError("name a config and a folder: --config=configs/quickstart.py --workdir=DIR")
-  config = FLAGS.config
-  settings.check(config)
-  folder = workdir.make(FLAGS.workdir)
-  if config.mode != "async" and FLAGS.role != "all":
-    raise UserError(f"--role={FLAGS.role} has no meaning in mode={config.mode}, which has one role; leave it out")
-  if workdir.finished(config, folder):
-    print(f"{folder} holds this run, and it has done its {config.steps} steps: see {folder / 'report.html'}")
+  settings = options.make(FLAGS.config)
+  mode, folder, name = settings.config.mode, workdir.make(FLAGS.workdir), command_line.config_name()
+  if mode != "async" and FLAGS.role != "all":
+    raise UserError(f"--role={FLAGS.role} has no meaning in mode={mode}, which has one role; leave it out")
+  if workdir.finished(settings.config, folder):
+    print(f"{folder} holds this run, and it has done its {settings.config.steps} steps: see {folder / 'report.html'}")
     return 0
-  if FLAGS.role == "learner" and config.transport.address.endswith(":0") and not launched():
+  if FLAGS.role == "learner" and settings.config.transport.address.endswith(":0"):
     raise UserError("samplers that are started by hand must know where to go: name a port in transport.address")
-  group = group_of(config.mode)
-  if config.mode == "async" and FLAGS.role == "all":
-    return launch(commands(sys.argv[1:]), folder)
+  group = group_of(mode)
+  if mode == "async" and FLAGS.role == "all":
+    summary = run_processes(settings, folder, name)
+  else:
+    # Unwinds like Ctrl-C: the terminal is given back, and a checkpoint that is being written is finished.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if group is not None:
+      hosts.join(*group)
+    if FLAGS.role == "sampler":
+      from estr_jax.run.sampler import run_sampler
 
-  from estr_jax import hosts
-  from experiments import roles  # slow to import, and the launcher needs none of it
+      run_sampler(settings, folder, FLAGS.sampler_name or f"{socket.gethostname()}-{os.getpid()}")
+      return 0
+    from estr_jax.run.learner import run_learner  # slow to import, and the launcher needs none of it
 
-  if group is not None:
-    hosts.join(*group)
-  if FLAGS.role == "sampler":
-    return roles.sampler(config, folder, FLAGS.sampler_name or f"{socket.gethostname()}-{os.getpid()}")
-  return roles.learner(config, folder, settings.config_name())
+    summary = run_learner(settings, folder, name)
+  if hosts.leads():
+    from estr_jax.run.summary import in_words
+
+    print("\n".join(in_words(summary, settings, folder / workdir.REPORT)))
+  return 0
 
 
 def group_of(mode: str) -> tuple[str, int | None, int | None] | None:
@@ -87,15 +99,5 @@ def group_of(mode: str) -> tuple[str, int | None, int | None] | None:
   return coordinator, processes, process
 
 
-def commands(arguments: list[str]) -> dict[str, list[str]]:
-  """This very command, once for each role."""
-  shared = [argument for argument in arguments if not argument.lstrip("-").startswith("role=")]
-  program = [sys.executable, "-m", "experiments.train", *shared]
-  return {
-    "learner": [*program, "--role=learner"],
-    "sampler": [*program, "--role=sampler", "--sampler_name=sampler"],
-  }
-
-
 if __name__ == "__main__":
-  settings.main(program)
+  command_line.main(program)

@@ -41,7 +41,7 @@ def label(value) -> str | None:
 
 def hyper(name: str, **changes) -> dict:
   """The hyper-parameters of a loss: the defaults of configs/default.py, with changes."""
-  defaults = arguments(name, CONFIG)
+  defaults = arguments(name, LOSSES[name], CONFIG)
   unknown = set(changes) - set(defaults)
   assert not unknown, f"{name} has no {unknown}"
   return defaults | changes

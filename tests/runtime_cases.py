@@ -4,16 +4,18 @@ import io
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
 from configs import quickstart
 from estr_jax.learner.checkpoint import Checkpoints
 from estr_jax.observe.terminal import View
 from estr_jax.observe.writers import read
-from experiments import assembly, roles, settings
+from estr_jax.run import learner, options, parts
+from estr_jax.run.update import update_of
 
 
-def config(cache, mode: str, **changes):
-  """`changes` are keys such as staleness__intra=2."""
+def config(cache, mode: str, **changes) -> ConfigDict:
+  """`changes` are keys such as staleness__intra=2. Checked."""
   c = quickstart.get_config("smoke")
   c.mode = mode
   c.cache_dir = str(cache)
@@ -30,23 +32,27 @@ def config(cache, mode: str, **changes):
     for group in groups:
       node = node[group]
     node[leaf] = value
-  settings.check(c)
+  options.make(c)
   return c
 
 
-def train(c, workdir) -> tuple[dict, list[dict]]:
+def train(c: ConfigDict, workdir) -> tuple[dict, list[dict]]:
   """(summary, rows)."""
   with View("test", c.steps, file=io.StringIO()) as view:
-    summary = roles.train(c, workdir, view)
+    summary = learner.train(options.make(c), workdir, view)
   return summary, read(workdir / "metrics.jsonl")
 
 
-def final_params(c, workdir):
+def abstract_state(c: ConfigDict):
+  settings = options.make(c)
+  model = parts.model_of(settings, parts.tokenizer_of(settings))
+  return update_of(settings, model, parts.mesh_of(settings)).abstract
+
+
+def final_params(c: ConfigDict, workdir):
   """The parameters of the last checkpoint, as numpy."""
-  tokenizer = assembly.tokenizer_of(c)
-  update = assembly.update_of(c, assembly.model_of(c, tokenizer), assembly.mesh_of(c))
   checkpoints = Checkpoints(workdir / "checkpoints")
-  state, _ = checkpoints.restore(update.abstract, checkpoints.latest())
+  state, _ = checkpoints.restore(abstract_state(c), checkpoints.latest())
   checkpoints.close()
   return jax.tree.map(np.asarray, state.params)
 

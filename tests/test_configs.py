@@ -12,7 +12,7 @@ from configs.paper import browsecomp_plus, dapo_math, gsm8k_multiturn
 from estr_jax.model import decoder, hf
 from estr_jax.observe.terminal import View
 from estr_jax.observe.writers import read
-from experiments import roles, settings
+from estr_jax.run import learner, options
 
 TEMPLATE = (
   "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -57,9 +57,8 @@ def chat_folder(tmp_path_factory):
 def train(c, cache, workdir) -> list[dict]:
   c.mode = "sync"
   c.cache_dir = str(cache)
-  settings.check(c)
   with View("test", c.steps, file=io.StringIO()) as view:
-    roles.train(c, workdir, view)
+    learner.train(options.make(c), workdir, view)
   return read(workdir / "metrics.jsonl")
 
 
@@ -96,7 +95,7 @@ def test_the_papers_smoke(cache, tmp_path, config):
     assert c[key] == large[key]
   for key in ("qkv_bias", "qk_norm", "tied_head", "norm_topk_prob", "remat"):
     assert c.model[key] == large.model[key]
-  settings.check(c)
+  options.make(c)
   c.steps = 1
   assert [row["step"] for row in train(c, cache, tmp_path)] == [0, 1]
 

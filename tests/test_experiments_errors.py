@@ -14,7 +14,7 @@ from model_cases import QWEN3_MOE, make_params
 from configs import default, quickstart, recipes
 from estr_jax.errors import UserError
 from estr_jax.model import hf
-from experiments import assembly, settings
+from estr_jax.run import options, parts
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -112,7 +112,7 @@ def test_contradictions_and_impossible_values(change, words):
     group, _, leaf = name.rpartition(".")
     (c[group] if group else c)[leaf] = value
   with pytest.raises(UserError, match=words):
-    settings.check(c)
+    options.make(c)
 
 
 def test_an_unknown_key_names_the_nearest_known_one():
@@ -120,22 +120,23 @@ def test_an_unknown_key_names_the_nearest_known_one():
   c = default.get_config().unlock()
   c.sampling = ConfigDict({**c.sampling.to_dict(), "temperatur": 0.7})
   with pytest.raises(UserError, match=r"sampling\.temperatur.*nearest.*sampling\.temperature"):
-    settings.check(c)
+    options.make(c)
 
 
 def test_every_config_passes_its_own_check():
   """Fails if a shipped config contradicts itself."""
   for arg in ("", "smoke"):
-    settings.check(quickstart.get_config(arg))
+    options.make(quickstart.get_config(arg))
   for name in recipes.RECIPES:
-    settings.check(recipes.get_config(name))
-  settings.check(default.get_config())
+    options.make(recipes.get_config(name))
+  options.make(default.get_config())
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
   """Fails if the run starts and loses its results at the end."""
   (tmp_path / "file").write_text("")
-  assert_one_line(run("--config=configs/quickstart.py", f"--workdir={tmp_path / 'file' / 'run'}"), "--workdir")
+  done = run("--config=configs/quickstart.py", f"--workdir={tmp_path / 'file' / 'run'}")
+  assert_one_line(done, "workdir", "cannot be written")
 
 
 def test_a_port_in_use(tmp_path):
@@ -181,10 +182,10 @@ def test_a_shape_beside_a_folder_is_that_of_the_folder(tmp_path):
   held = dataclasses.replace(QWEN3_MOE, rope_theta=1e4)
   hf.save(c.model.folder, held, make_params(held))
   c.model.experts, c.model.vocabulary, c.model.layers = 4, held.vocab_size, 3
-  assert dataclasses.replace(assembly.model_of(c, None), remat=held.remat) == held
+  assert dataclasses.replace(parts.model_of(options.make(c), None), remat=held.remat) == held
   c.model.layers = 5
   with pytest.raises(UserError, match=r"model\.layers=5, but the model in .* has 3; leave it at 2"):
-    assembly.model_of(c, None)
+    parts.model_of(options.make(c), None)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +208,6 @@ def test_routers_need_experts(change, words):
   """Fails if a dense model is to record or balance routers, or an expert's number does not fit into a byte."""
   c = default.get_config()
   c.update_from_flattened_dict(change)
-  settings.check(c)
+  settings = options.make(c)
   with pytest.raises(UserError, match=words):
-    assembly.model_of(c, assembly.tokenizer_of(c))
+    parts.model_of(settings, parts.tokenizer_of(settings))

@@ -11,18 +11,23 @@ from runtime_cases import config
 from estr_jax.errors import UserError
 from estr_jax.learner.checkpoint import Checkpoints
 from estr_jax.model import decoder, hf
-from experiments import assembly, export
-from experiments.workdir import record_config
+from estr_jax.observe.writers import MetricsFile
+from estr_jax.run import options, parts
+from estr_jax.run.update import update_of
+from estr_jax.run.workdir import record_config
+from experiments import export
 
 
 def test_the_newest_checkpoint_is_written(tmp_path, monkeypatch, capsys):
   """Fails if an older checkpoint or a rounded tensor is written, or another folder is written over."""
   c = config(tmp_path / "cache", "sync")
-  model = assembly.model_of(c, assembly.tokenizer_of(c))
-  update = assembly.update_of(c, model, assembly.mesh_of(c))
+  settings = options.make(c)
+  model = parts.model_of(settings, parts.tokenizer_of(settings))
+  update = update_of(settings, model, parts.mesh_of(settings))
   run = tmp_path / "run"
   run.mkdir()
   record_config(c, run)
+  MetricsFile(run / "metrics.jsonl").close()
   with contextlib.closing(Checkpoints(run / "checkpoints")) as checkpoints:
     for step in (3, 4):
       params = decoder.init(model, jax.random.key(step))

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 from absl import flags
 from ml_collections import config_flags
-from runtime_cases import assert_trees_equal, config, final_params, train
+from runtime_cases import abstract_state, assert_trees_equal, config, final_params, train
 
 from configs import default
 from estr_jax.errors import UserError
 from estr_jax.lab.staleness import Simulated
 from estr_jax.learner.checkpoint import Checkpoints
 from estr_jax.objective.calibration import quantile_threshold
+from estr_jax.objective.keys import calibrated_fraction
 from estr_jax.objective.losses import SCORES
+from estr_jax.run import command_line, learner, options, parts
 from estr_jax.runtime.rollouts import LocalRollouts
 from estr_jax.tasks import TASKS
-from experiments import assembly, roles, settings
 
 
 def above(score, where, tau) -> int:
@@ -80,21 +81,21 @@ def asked(tau, mode="async", name="estr", **changes):
   for key, value in changes.items():
     group, _, leaf = key.rpartition("__")
     c[group][leaf] = value
-  settings.check(c)
+  options.make(c)
   return c
 
 
 def test_what_tau_may_be():
   """Kills: a number that is refused, a fraction that is misread, or a calibration of a loss that is not in force."""
-  assert settings.calibrated_fraction(asked(2.0)) is None
-  assert settings.calibrated_fraction(asked(2)) is None
-  assert settings.calibrated_fraction(asked(float("inf"))) is None
+  assert calibrated_fraction(asked(2.0)) is None
+  assert calibrated_fraction(asked(2)) is None
+  assert calibrated_fraction(asked(float("inf"))) is None
   for name in SCORES:
-    assert settings.calibrated_fraction(asked("calibrate:0.01", name=name)) == 0.01
-  assert settings.calibrated_fraction(asked("calibrate:1e-3", "simulated", staleness__inter=1)) == 1e-3
+    assert calibrated_fraction(asked("calibrate:0.01", name=name)) == 0.01
+  assert calibrated_fraction(asked("calibrate:1e-3", "simulated", staleness__inter=1)) == 1e-3
   c = asked(2.0)
   c.loss.name = "ppo"
-  assert settings.calibrated_fraction(c) is None
+  assert calibrated_fraction(c) is None
 
 
 @pytest.mark.parametrize(
@@ -130,11 +131,11 @@ def test_tau_on_the_command_line(monkeypatch, flag, value):
   known = flags.FlagValues()
   monkeypatch.setattr(sys, "argv", arguments)  # where config_flags looks for the keys
   monkeypatch.setattr(flags, "FLAGS", known)
-  settings.parse(
-    arguments, lambda: config_flags.DEFINE_config_file("config", None, "A config file.", flag_values=known)
+  command_line.parse(
+    arguments, lambda: config_flags.DEFINE_config_file("config", None, "A config file.", flag_values=known), "Usage."
   )
   assert known.config.loss.estr.tau == value and isinstance(known.config.loss.estr.tau, type(value))
-  settings.check(known.config)
+  options.make(known.config)
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +189,8 @@ def test_a_resumed_run_keeps_its_tau(cache, tmp_path, monkeypatch):
   """
 
   @contextlib.contextmanager
-  def local(config, workdir, model, tokenizer, mesh, stream, cursor, version, view):
-    engine = assembly.engine_of(config, model, tokenizer, mesh)
+  def local(settings, workdir, model, tokenizer, mesh, stream, cursor, version, view):
+    engine = parts.engine_of(settings, model, tokenizer, mesh)
     yield (
       LocalRollouts(
         engine, stream.at, Simulated(inter=1, intra=0, segment_tokens=8), groups_per_batch=2, cursor=cursor
@@ -197,14 +198,13 @@ def test_a_resumed_run_keeps_its_tau(cache, tmp_path, monkeypatch):
       lambda: {"process_ids": {}, "acknowledged_versions": {}},
     )
 
-  monkeypatch.setattr(roles, "rollouts_of", local)
+  monkeypatch.setattr(learner, "rollouts_of", local)
   taus = []
   for steps in (2, 4):
     c = config(cache, "async", steps=steps, loss__estr__tau="calibrate:0.05")
     summary, rows = train(c, tmp_path)
-    abstract = assembly.update_of(c, assembly.model_of(c, assembly.tokenizer_of(c)), assembly.mesh_of(c)).abstract
     with contextlib.closing(Checkpoints(tmp_path / "checkpoints")) as checkpoints:
-      taus += [checkpoints.restore(abstract, step)[1]["tau"] for step in (steps - 1, steps)]
+      taus += [checkpoints.restore(abstract_state(c), step)[1]["tau"] for step in (steps - 1, steps)]
     assert summary["tau"] == taus[-1] and summary["tau_calibrated_at"] == 1
   tau = taus[1]
   assert tau > 0 and taus == [None, tau, tau, tau]

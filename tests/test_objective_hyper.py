@@ -34,8 +34,6 @@ BOUNDS = {
   ("sat", "clip_low"),
   ("sat", "clip_high"),
   ("bandpo", "radius"),
-  ("gapo", "clip_low"),
-  ("gapo", "clip_high"),
   ("clip_cov", "high"),
   ("icepop", "high"),
   ("kpop", "phi"),

@@ -10,6 +10,7 @@ import pytest
 from estr_jax.errors import UserError
 from estr_jax.objective.diagnostics import ENTROPY_EDGES, SCORE_EDGES, STALENESS_EDGES
 from estr_jax.observe import figures, report, writers
+from estr_jax.run import command_line
 from experiments import report as program
 
 BINS = len(ENTROPY_EDGES) - 1
@@ -178,7 +179,9 @@ def test_missing_files_are_named(tmp_path):
 def test_the_program_prints_one_line_for_a_wrong_folder(tmp_path, monkeypatch, capsys):
   """Fails if the program shows a traceback or exits with 0."""
   monkeypatch.setattr("sys.argv", ["report", f"--workdir={tmp_path / 'none'}"])
-  assert program.main() == 2
+  with pytest.raises(SystemExit) as end:
+    command_line.main(program.program)
+  assert end.value.code == 2
   out, error = capsys.readouterr()
   assert out == "" and error.startswith("error: ") and len(error.splitlines()) == 1
 

@@ -14,7 +14,8 @@ from estr_jax.errors import UserError
 from estr_jax.planning import report, roofline
 from estr_jax.planning.chips import CHIPS, GIB, Slice, parse_slice, span_bandwidth
 from estr_jax.planning.hlo import Collective, Memory, Traffic
-from experiments import assembly, plan, plan_search, planned
+from estr_jax.run import parts, plan_search, plans
+from experiments import plan
 
 ROOT = Path(__file__).parent.parent
 
@@ -96,18 +97,17 @@ def test_a_compiler_that_gives_up_says_what_it_wanted(message, gib):
 def test_the_papers_configs_have_the_papers_models(config, billions, context):
   """Fails if a shape is mistyped, a key unknown, or the rows do not divide; the counts are the model cards' but for the
   embedding's table, with which nothing is multiplied."""
-  c = config.get_config()
-  plan.check_config(c)
-  model = assembly.model_of(c, None)
+  settings = plan.make_settings(config.get_config())
+  c, model = settings.config, parts.model_of(settings, None)
   assert roofline.active_params(model) / 1e9 == pytest.approx(billions, abs=0.01)
   assert c.sampling.context == context
   for role in ("learner", "sampler"):
-    assert np.prod(list(planned.mesh_of(c, role).to_dict().values())) == parse_slice(c.slices[role]).chips
+    assert np.prod(list(plans.mesh_of(settings, role).to_dict().values())) == parse_slice(c.slices[role]).chips
 
 
 def test_model_flops_by_hand():
   """Fails if attention counts in full rather than causally, or recomputation is taken for work."""
-  model = assembly.model_of(dapo_math.get_config(), None)
+  model = parts.model_of(plan.make_settings(dapo_math.get_config()), None)
   attention = 6 * 28 * 28 * 128 * 1024**2
   assert roofline.train_flops(model, 3, 1024) == 3 * (6 * roofline.active_params(model) * 1024 + attention)
 
@@ -163,7 +163,7 @@ def run_small(role: str, *more: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(planned.has_libtpu(), reason="libtpu is here")
+@pytest.mark.skipif(plans.has_libtpu(), reason="libtpu is here")
 def test_without_libtpu_it_says_so_and_estimates():
   """Fails if a missing extra is a traceback, or an estimate passes for what a TPU's compiler said."""
   text = run_small("learner")
@@ -172,7 +172,7 @@ def test_without_libtpu_it_says_so_and_estimates():
   assert "all-gather along fsdp" in text
 
 
-with_libtpu = pytest.mark.skipif(not planned.has_libtpu(), reason="compiles for a TPU, which needs libtpu")
+with_libtpu = pytest.mark.skipif(not plans.has_libtpu(), reason="compiles for a TPU, which needs libtpu")
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_meshes_of_a_slice():
 
 def growing(monkeypatch, gib_a_row: float):
   monkeypatch.setattr(
-    plan_search, "_memory", lambda config, role, place: Memory(gib_a_row * GIB * planned.rows_of(config), 0, 0)
+    plan_search, "_memory", lambda settings, role, place: Memory(gib_a_row * GIB * plans.rows_of(settings), 0, 0)
   )
 
 
@@ -216,5 +216,5 @@ def test_the_largest_microbatch(monkeypatch, gib_a_row, rows):
   c.batch.microbatches = 4  # 2 rows a device
   growing(monkeypatch, gib_a_row)
   memory = Memory(gib_a_row * GIB * 2, 0, 0)
-  found = plan_search.largest(c, "learner", Slice("v6e", (8, 8)), memory, lambda _: None)
-  assert (found and planned.rows_of(found[0])) == rows
+  found = plan_search.largest(plan.make_settings(c), "learner", Slice("v6e", (8, 8)), memory, lambda _: None)
+  assert (found and plans.rows_of(found[0])) == rows

@@ -10,10 +10,10 @@ from runtime_cases import assert_trees_equal, config, final_params, train
 
 from estr_jax.errors import UserError
 from estr_jax.lab.staleness import OnPolicy, Simulated, segment_versions
+from estr_jax.run import workdir
 from estr_jax.runtime.launch import only_learner
 from estr_jax.structs import Weights
 from estr_jax.tasks import TASKS
-from experiments import workdir
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,8 @@ ESTIMATORS = {
   "reinforce_pp_baseline": reinforce_pp_baseline,
 }
 
+WITHOUT_DEVIATION = ("dr_grpo", "rloo")  # these read no eps
+
 
 def _centred(reward_GN: np.ndarray) -> np.ndarray:
   reward_GN = np.asarray(reward_GN, np.float64)

@@ -152,8 +152,7 @@ def scores(rows: Sequence[Row], loss: Mapping[str, Any]) -> str | None:
   axes.bar(left[used], counts[used] / counts.sum(), width=left[used] * (ratio - 1), align="edge", color=_SERIES[0])
   axes.set_xscale("log")
   axes.set_xlabel(f"S = delta^2 / (H + {SCORE_EPS:g})")
-  own = loss[loss["name"]]
-  bound = loss["name"] in ("estr", "estr_one_sided") and own["eps"] == SCORE_EPS
+  bound = loss["name"] in ("estr", "estr_one_sided") and loss[loss["name"]]["eps"] == SCORE_EPS
   _, taus = series(rows, "loss/tau")
   if bound and len(taus):
     axes.axvline(taus[-1], color=_SERIES[1], lw=1.5, label=f"tau = {taus[-1]:.3g}: masked beyond")

@@ -66,12 +66,14 @@ def _page(rows: Sequence[Row], config: Mapping[str, Any], summary: Mapping[str, 
 def _loss_in_force(rows: Sequence[Row], loss: Mapping[str, Any]) -> Mapping[str, Any]:
   """The loss settings, with the tau that the run found where it was to be calibrated."""
   _, taus = figures.series(rows, "loss/tau")
-  return {**loss, loss["name"]: {**loss[loss["name"]], "tau": taus[-1]}} if len(taus) else loss
+  return {**loss, loss["name"]: {**losses.own_values(loss["name"], loss), "tau": taus[-1]}} if len(taus) else loss
 
 
 def _objective(loss: Mapping[str, Any]) -> str:
   """The loss in words, with the hyper-parameters that it takes."""
-  values = losses.arguments(loss["name"], loss)
+  name, function = loss["name"], losses.LOSSES.get(loss["name"])
+  # Of a loss that was passed to the run only its own keys are known here.
+  values = dict(losses.own_values(name, loss)) if function is None else losses.arguments(name, function, loss)
   edge = f" on the {values.pop('edge')} edge" if "edge" in values else ""
   hyper = ", ".join(f"{name} {_number(value)}" for name, value in values.items())
   return f"{loss['name']}{edge}: {hyper or 'no hyper-parameters'}"

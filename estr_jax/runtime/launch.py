@@ -13,13 +13,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from estr_jax.errors import UserError
+from estr_jax.errors import Killed, UserError
 from estr_jax.observe.writers import write_json
 
 LOCK = ".lock"  # in the workdir: held by the learner
 RENDEZVOUS = "learner.json"  # in the workdir: where the learner listens, written by the learner
 PARENT_PIPE = "ESTR_JAX_PARENT_PIPE"  # set for children, whose standard input then ends when the parent does
 LEARNER_PID = "ESTR_JAX_LEARNER_PID"  # set for samplers: whose rendezvous counts
+FAULT_PIPE = "ESTR_JAX_FAULT_PIPE"  # set for the learner: where it writes the line of a user's mistake
+_LENGTH = 8  # bytes before a job that say how long it is
 
 _LOOK_S = 0.2
 _RESTARTS = 3  # of a sampler; it holds nothing that the learner could not lease anew
@@ -92,6 +94,30 @@ def die_with_parent() -> None:
   threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
+def receive_job() -> bytes:
+  """What `launch` hands to this process, on its standard input."""
+  length = int.from_bytes(_read(_LENGTH), "little")
+  return _read(length)
+
+
+def _read(size: int) -> bytes:
+  data = b""
+  while len(data) < size:
+    part = os.read(0, size - len(data))
+    if not part:
+      raise RuntimeError("the process that started this one is gone")
+    data += part
+  return data
+
+
+def report_fault(line: str) -> bool:
+  """Hands the line of a user's mistake to whoever launched this process; False where nobody takes it."""
+  if FAULT_PIPE not in os.environ:
+    return False
+  os.write(int(os.environ[FAULT_PIPE]), line.encode())
+  return True
+
+
 @dataclasses.dataclass
 class _Child:
   role: str
@@ -99,71 +125,119 @@ class _Child:
   restarts: int = 0
 
 
-def launch(commands: Mapping[str, Sequence[str]], workdir: Path) -> int:
+class _Children:
+  """The processes of a run, as `launch` starts and ends them."""
+
+  def __init__(self, commands: Mapping[str, Sequence[str]], job: bytes, workdir: Path):
+    self._commands, self._job, self._workdir = commands, job, workdir
+    self._environment = {**os.environ, PARENT_PIPE: "1"}
+    self._fault, write_end = os.pipe()
+    self.learner = _Child("learner", self._start("learner", write_end))
+    os.close(write_end)  # the learner's alone: its end is then the end of what can be read
+    self._environment[LEARNER_PID] = str(self.learner.process.pid)
+    self.samplers = [_Child(role, self._start(role)) for role in commands if role != "learner"]
+
+  def _start(self, role: str, fault_pipe: int | None = None) -> subprocess.Popen:
+    environment = self._environment if fault_pipe is None else {**self._environment, FAULT_PIPE: str(fault_pipe)}
+    with contextlib.nullcontext() if role == "learner" else open(self._log(role), "ab") as output:
+      process = subprocess.Popen(
+        self._commands[role],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        pass_fds=() if fault_pipe is None else (fault_pipe,),
+        start_new_session=True,
+      )
+    with contextlib.suppress(BrokenPipeError):  # it has ended already, which is seen when it is looked at
+      process.stdin.write(len(self._job).to_bytes(_LENGTH, "little") + self._job)
+      process.stdin.flush()
+    return process
+
+  def _log(self, role: str) -> Path:
+    return self._workdir / f"{role}.log"
+
+  def look_after(self, sampler: _Child) -> None:
+    """Starts a killed sampler again. Raises UserError where it failed, or was killed too often."""
+    status = sampler.process.poll()
+    if status is None or status == 0:
+      return
+    if status > 0 or sampler.restarts == _RESTARTS:
+      log = self._log(sampler.role)
+      line = f"{sampler.role} ended with status {status}: {_last_line(log)} (all of it: {log})"
+      raise UserError(line) if status > 0 else Killed(line, -status)
+    sampler.restarts += 1
+    print(f"{sampler.role} was killed by signal {-status}; started again", file=sys.stderr)
+    sampler.process = self._start(sampler.role)
+
+  def learner_ended(self) -> None:
+    """The samplers go home. Raises UserError, with the line of the learner, where it failed."""
+    status = self.learner.process.returncode
+    if status < 0:
+      raise Killed(
+        f"the learner was killed by signal {-status}; run the same command again to go on from the last checkpoint",
+        -status,
+      )
+    if status > 0:
+      line = os.read(self._fault, 1 << 16).decode()
+      raise UserError(line or f"the learner ended with status {status}; what it said stands above")
+    deadline = time.monotonic() + _GOODBYE_S
+    for child in self.samplers:
+      _wait(child.process, deadline - time.monotonic())
+
+  def end(self) -> None:
+    """Ends those that still run."""
+    for child in (self.learner, *self.samplers):
+      if child.process.poll() is None:
+        child.process.terminate()
+        if not _wait(child.process, _UNWIND_S):
+          child.process.kill()
+          child.process.wait()
+      with contextlib.suppress(BrokenPipeError):
+        child.process.stdin.close()
+    os.close(self._fault)
+
+
+def launch(commands: Mapping[str, Sequence[str]], job: bytes, workdir: Path) -> None:
   """Runs the learner and the samplers until the learner ends.
 
   A sampler that is killed is started again; a learner that is killed ends the run, whose next start resumes it.
 
   Args:
     commands: role -> command; "learner", and any number of others, which are samplers.
+    job: what each of them is to do, for `receive_job`.
     workdir: gets each sampler's output as ROLE.log.
 
-  Returns:
-    The exit status.
+  Raises:
+    UserError: the learner or a sampler failed; Killed where a signal ended it.
+    KeyboardInterrupt: this process was asked to end, by SIGINT or SIGTERM.
   """
-  environment = {**os.environ, PARENT_PIPE: "1"}
-
-  def start(role: str) -> subprocess.Popen:
-    with contextlib.nullcontext() if role == "learner" else open(workdir / f"{role}.log", "ab") as output:
-      return subprocess.Popen(
-        commands[role], stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True
-      )
-
-  learner = _Child("learner", start("learner"))
-  environment[LEARNER_PID] = str(learner.process.pid)
-  children = {role: _Child(role, start(role)) for role in commands if role != "learner"}
   interrupted = threading.Event()
-  for name in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(name, lambda *_: interrupted.set())
+  with _signals(interrupted):
+    children = _Children(commands, job, workdir)
+    try:
+      while children.learner.process.poll() is None:
+        if interrupted.wait(_LOOK_S):
+          raise KeyboardInterrupt
+        for child in children.samplers:
+          children.look_after(child)
+      children.learner_ended()
+    finally:
+      children.end()
+
+
+@contextlib.contextmanager
+def _signals(interrupted: threading.Event) -> Iterator[None]:
+  """SIGINT and SIGTERM set the event meanwhile; of another thread than the main one they are not ours."""
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  before = {name: signal.signal(name, lambda *_: interrupted.set()) for name in (signal.SIGINT, signal.SIGTERM)}
   try:
-    while learner.process.poll() is None:
-      if interrupted.wait(_LOOK_S):
-        print("interrupted; run the same command again to go on from the last checkpoint", file=sys.stderr)
-        return 130
-      for child in children.values():
-        status = child.process.poll()
-        if status is None or status == 0:
-          continue
-        log = workdir / f"{child.role}.log"
-        if status > 0 or child.restarts == _RESTARTS:
-          print(f"{child.role} ended with status {status}: {_last_line(log)} (all of it: {log})", file=sys.stderr)
-          return _shell_status(status)
-        child.restarts += 1
-        print(f"{child.role} was killed by signal {-status}; started again", file=sys.stderr)
-        child.process = start(child.role)
-    status = learner.process.returncode
-    if status < 0:
-      print(
-        f"the learner was killed by signal {-status}; run the same command again to go on from the last checkpoint",
-        file=sys.stderr,
-      )
-    if status == 0:
-      deadline = time.monotonic() + _GOODBYE_S
-      for child in children.values():
-        _wait(child.process, deadline - time.monotonic())
-    return _shell_status(status)
+    yield
   finally:
-    for child in (learner, *children.values()):
-      if child.process.poll() is None:
-        child.process.terminate()
-        if not _wait(child.process, _UNWIND_S):
-          child.process.kill()
-          child.process.wait()
-
-
-def _shell_status(status: int) -> int:
-  """A child's return code as a shell reports it: 128 + signal where a signal ended it."""
-  return status if status >= 0 else 128 - status
+    for name, handler in before.items():
+      signal.signal(name, handler)
 
 
 def _wait(process: subprocess.Popen, seconds: float) -> bool:

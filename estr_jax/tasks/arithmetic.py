@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from estr_jax.tasks.task import HELDOUT, Example, Piece, Task, is_heldout, single_turn
+from estr_jax.tasks.task import HELDOUT, Example, Piece, Task, is_heldout, single_turn, as_text
 
 TERMS = 4
 HELDOUT_ONE_IN = 8  # of the unordered sums
@@ -54,7 +54,7 @@ TASK = Task(
   name="arithmetic",
   alphabet="0123456789+=:,$",
   examples=examples,
-  encode=lambda tokenizer, question: tokenizer.encode(question),
+  encode=as_text,
   stop=(),
   respond=single_turn,
   reward=reward,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from estr_jax.tasks.task import HELDOUT, Example, Piece, Task, is_heldout, same_number
+from estr_jax.tasks.task import HELDOUT, Example, Piece, Task, is_heldout, same_number, as_text
 
 FACTORS = range(1, 10)
 ADDENDS = range(10, 100)
@@ -103,7 +103,7 @@ TASK = Task(
   name="calculator",
   alphabet="0123456789*+=<>;#$",
   examples=examples,
-  encode=lambda tokenizer, question: tokenizer.encode(question),
+  encode=as_text,
   stop=(">",),
   respond=respond,
   reward=reward,

@@ -49,5 +49,10 @@ def same_number(digits: str, answer: str) -> bool:
   return bool(re.fullmatch("[0-9]+", digits)) and digits.lstrip("0") == answer.lstrip("0")
 
 
+def as_text(tokenizer: "Tokenizer", question: str) -> list[int]:
+  """The `encode` of a task whose prompt is the question as it stands."""
+  return tokenizer.encode(question)
+
+
 def single_turn(question: str, turns: Sequence[str]) -> None:
   """The `respond` of a task in which the policy speaks once."""

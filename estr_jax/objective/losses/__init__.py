@@ -17,8 +17,12 @@ The contract. A loss is `loss(policy, batch, **hyper) -> TokenLoss`:
 * Numbers in `hyper` may be traced, so that one compiled step serves a sweep; words are static, and their choices stand
   in the signature.
 
-To add a loss: one function, one entry in METHODS, its defaults in configs/default.py and one float64 reference in
-tests/references.py; then `python -m experiments.method_tables`.
+* What a loss has of its own are config keys (`options.keys_of`): those of its keyword arguments that have a default.
+  The docstring's "Args:" says what they mean, `losses.hyper` what they may be. Those without one are keys that losses
+  share.
+
+To add a loss: one function, one entry in METHODS, and one float64 reference in tests/references.py; then
+`make pages` writes what is written from the code.
 """
 
 import dataclasses
@@ -37,7 +41,7 @@ from estr_jax.structs import Batch, Scores, TokenLoss
 
 Loss = Callable[..., TokenLoss]  # (policy, batch, **hyper)
 
-__all__ = ["LOSSES", "METHODS", "SCORES", "Loss", "Method", "arguments", "choices", "keywords", "needs"]
+__all__ = ["LOSSES", "METHODS", "SCORES", "Loss", "Method", "arguments", "choices", "keywords", "needs", "own_values"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +113,15 @@ def keywords(loss: Loss) -> list[str]:
   return [p.name for p in inspect.signature(loss).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
-def arguments(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+def own_values(name: str, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+  """What the `loss` keys of a config hold for one loss alone; many have nothing."""
+  return keys[name] if name in keys else {}
+
+
+def arguments(name: str, loss: Loss, keys: Mapping[str, Any]) -> dict[str, Any]:
   """The keyword arguments of a loss from the `loss` keys of a config: its own first, then those that losses share."""
-  own = keys[name]
-  return {key: own[key] if key in own else keys[key] for key in keywords(LOSSES[name])}
+  own = own_values(name, keys)
+  return {key: own[key] if key in own else keys[key] for key in keywords(loss)}
 
 
 def choices(loss: Loss) -> dict[str, tuple[str, ...]]:

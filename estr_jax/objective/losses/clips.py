@@ -171,7 +171,7 @@ def bandpo(
   return composition.shaped(delta, batch, keep_BT=there_BT, clip_low=1 - low_BT, clip_high=high_BT - 1)
 
 
-def gapo(policy: Scores, batch: Batch, *, edge: str, clip_low: Bound = 0.2, clip_high: Bound = 0.28) -> TokenLoss:
+def gapo(policy: Scores, batch: Batch, *, edge: str, clip_low: Positive = 0.2, clip_high: Positive = 0.28) -> TokenLoss:
   """PPO whose upper clip follows how hard the prompt was (GAPO, arXiv 2609.00444, token form; read second-hand).
 
   With c of the group's k sequences rewarded above 0 it is clip_low + (clip_high - clip_low) (k - c) / (k - 1) where

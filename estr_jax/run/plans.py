@@ -1,4 +1,4 @@
-"""From a checked configuration to the program that a plan compiles, and from that to the plan."""
+"""From checked settings to the program that a plan compiles, and from that to the plan."""
 
 import dataclasses
 import functools
@@ -18,21 +18,25 @@ from estr_jax.model.decoder import DecoderConfig
 from estr_jax.planning import compiler, estimates, flops, hlo, programs, report, roofline
 from estr_jax.planning.chips import Slice
 from estr_jax.planning.hlo import Memory
+from estr_jax.run import parts
+from estr_jax.run.options import Settings
+from estr_jax.run.update import update_of
 from estr_jax.runtime.sampler_loop import abstract_weights
-from experiments import assembly
 
 
 def has_libtpu() -> bool:
   return importlib.util.find_spec("libtpu") is not None
 
 
-def mesh_of(config: ConfigDict, role: str) -> ConfigDict:
-  return config.sampling.mesh if role == "sampler" else config.mesh
+def mesh_of(settings: Settings, role: str) -> ConfigDict:
+  c = settings.config
+  return c.sampling.mesh if role == "sampler" else c.mesh
 
 
-def model_of(config: ConfigDict) -> DecoderConfig:
-  tokenizer = None if config.model.vocabulary or config.model.folder else assembly.tokenizer_of(config)
-  return assembly.model_of(config, tokenizer)
+def model_of(settings: Settings) -> DecoderConfig:
+  c = settings.config
+  tokenizer = None if c.model.vocabulary or c.model.folder else parts.tokenizer_of(settings)
+  return parts.model_of(settings, tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,41 +51,42 @@ class Job:
   ideal_bytes: float | None = None
 
 
-def job_of(config: ConfigDict, role: str, devices: Sequence[jax.Device]) -> Job:
-  model = model_of(config)
+def job_of(settings: Settings, role: str, devices: Sequence[jax.Device]) -> Job:
+  c = settings.config
+  model = model_of(settings)
   try:
-    mesh = sharding.make_mesh(mesh_of(config, role).to_dict(), devices)
+    mesh = sharding.make_mesh(mesh_of(settings, role).to_dict(), devices)
   except NotImplementedError as error:  # a torus is not cut inside of a side
     raise UserError(
       "each axis of the mesh has to be a product of sides of the slice, each side in one axis: change the mesh"
     ) from error
-  length = config.sampling.context
+  length = c.sampling.context
   if role == "sampler":
-    slots, dtype = config.sampling.slots, config.transport.weights_dtype
+    slots, dtype = c.sampling.slots, c.transport.weights_dtype
     traced = programs.trace_decode(
       model,
       abstract_weights(model, dtype, mesh),
-      programs.abstract_slots(model, slots, length, mesh, record_routing=config.sampling.record_routing),
+      programs.abstract_slots(model, slots, length, mesh, record_routing=c.sampling.record_routing),
       mesh,
-      temperature=config.sampling.temperature,
-      steps=config.sampling.chunk,
+      temperature=c.sampling.temperature,
+      steps=c.sampling.chunk,
     )
     ideal = roofline.decode_bytes(model, slots, length, jnp.dtype(dtype).itemsize)
     what = f"{slots} slots of {length} tokens; one token for each"
     return Job(traced, mesh, slots, roofline.decode_flops(model, slots, length), what, ideal)
-  update = assembly.update_of(config, model, mesh)
-  rows = config.batch.groups * config.batch.group_size
-  vocabulary = model.vocab_size if config.sampling.record_vocabulary else None
+  update = update_of(settings, model, mesh)
+  rows = c.batch.groups * c.batch.group_size
+  vocabulary = model.vocab_size if c.sampling.record_vocabulary else None
   batch = programs.abstract_batch(
     rows,
     length,
     mesh,
     anchors=frozenset(update.learner.anchors),
     vocabulary=vocabulary,
-    experts=(model.layers, model.experts_per_token) if config.sampling.record_routing else None,
+    experts=(model.layers, model.experts_per_token) if c.sampling.record_routing else None,
   )
   traced = update.learner.train_step.trace(update.abstract, batch, update.learner.hyper)
-  what = f"{rows} rows of {length} tokens in {config.batch.microbatches} microbatches, remat {config.model.remat}"
+  what = f"{rows} rows of {length} tokens in {c.batch.microbatches} microbatches, remat {c.model.remat}"
   return Job(traced, mesh, rows * length, roofline.train_flops(model, rows, length), what)
 
 
@@ -97,9 +102,9 @@ class Facts:
   ideal_bytes: float | None
 
 
-def _prepare(config: ConfigDict, role: str, place: Slice, on_tpu: bool) -> compiler.Job:
+def _prepare(settings: Settings, role: str, place: Slice, on_tpu: bool) -> compiler.Job:
   """Runs in the compiler's process."""
-  job = job_of(config, role, devices_of(place) if on_tpu else stand_ins(place.chips))
+  job = job_of(settings, role, devices_of(place) if on_tpu else stand_ins(place.chips))
   facts = Facts(
     roofline.layout_of(job.mesh, place),
     flops.count(job.traced.jaxpr),
@@ -135,21 +140,21 @@ def stand_ins(count: int) -> list[jax.Device]:
   return jax.devices("cpu")
 
 
-def plan_of(config: ConfigDict, role: str, place: Slice, *, machine_code: bool = False) -> report.Plan:
+def plan_of(settings: Settings, role: str, place: Slice, *, machine_code: bool = False) -> report.Plan:
   """Compiles the program of a role.
 
   Raises:
     compiler.Exhausted: the compiler gave up for want of memory.
   """
   on_tpu = has_libtpu()
-  made = compiler.compile_apart(functools.partial(_prepare, config, role, place, on_tpu), machine_code=machine_code)
+  made = compiler.compile_apart(functools.partial(_prepare, settings, role, place, on_tpu), machine_code=machine_code)
   facts, memory = made.facts, made.memory
   traffic = hlo.traffic(made.text, facts.layout.sizes)
   if on_tpu:
-    memory = dataclasses.replace(memory, beside=_beside(config, role))
+    memory = dataclasses.replace(memory, beside=_beside(settings, role))
   else:
-    memory = memory_estimate(config, role)
-    traffic = dataclasses.replace(traffic, hbm_bytes=_bytes_estimate(config, role, facts))
+    memory = memory_estimate(settings, role)
+    traffic = dataclasses.replace(traffic, hbm_bytes=_bytes_estimate(settings, role, facts))
   roof = roofline.roofline(facts.flops, traffic, place, facts.layout)
   return report.Plan(
     place,
@@ -170,39 +175,42 @@ def shards_of(mesh: ConfigDict) -> int:
   return math.prod(mesh[axis] for axis in sharding.BATCH_AXES)
 
 
-def rows_of(config: ConfigDict) -> int:
+def rows_of(settings: Settings) -> int:
   """Rows of a microbatch on each device."""
-  return config.batch.groups * config.batch.group_size // (config.batch.microbatches * shards_of(config.mesh))
+  c = settings.config
+  return c.batch.groups * c.batch.group_size // (c.batch.microbatches * shards_of(c.mesh))
 
 
-def memory_estimate(config: ConfigDict, role: str) -> Memory:
-  model, sizes, length = model_of(config), mesh_of(config, role).to_dict(), config.sampling.context
+def memory_estimate(settings: Settings, role: str) -> Memory:
+  c = settings.config
+  model, sizes, length = model_of(settings), mesh_of(settings, role).to_dict(), c.sampling.context
   if role == "sampler":
-    width = jnp.dtype(config.transport.weights_dtype).itemsize
-    memory = estimates.sampler_memory(model, sizes, config.sampling.slots, length, width)
+    width = jnp.dtype(c.transport.weights_dtype).itemsize
+    memory = estimates.sampler_memory(model, sizes, c.sampling.slots, length, width)
   else:
-    moments = 2 if config.optimizer.name == "adamw" else 1
-    chunk = config.learner.score_chunk
-    memory = estimates.learner_memory(model, sizes, rows_of(config), length, score_chunk=chunk, moments=moments)
-  return dataclasses.replace(memory, beside=_beside(config, role))
+    moments = 2 if c.optimizer.name == "adamw" else 1
+    chunk = c.learner.score_chunk
+    memory = estimates.learner_memory(model, sizes, rows_of(settings), length, score_chunk=chunk, moments=moments)
+  return dataclasses.replace(memory, beside=_beside(settings, role))
 
 
-def _beside(config: ConfigDict, role: str) -> float:
+def _beside(settings: Settings, role: str) -> float:
   """Bytes a device of weights that lie beside those of the program.
 
   A sampler goes on with one version while the next arrives. The learner keeps a float32 copy, which evaluations read,
   and the two newest versions as they are served.
   """
-  sizes = mesh_of(config, role).to_dict()
-  params = decoder.abstract_params(model_of(config))
+  sizes = mesh_of(settings, role).to_dict()
+  params = decoder.abstract_params(model_of(settings))
   places = sharding.shardings(params, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
   held = jax.tree.map(lambda leaf, place: math.prod(place.shard_shape(leaf.shape)), params, places)
-  served = jnp.dtype(config.transport.weights_dtype).itemsize
+  served = jnp.dtype(settings.config.transport.weights_dtype).itemsize
   return sum(jax.tree.leaves(held)) * (served if role == "sampler" else 4 + 2 * served)
 
 
-def _bytes_estimate(config: ConfigDict, role: str, facts: Facts) -> float:
+def _bytes_estimate(settings: Settings, role: str, facts: Facts) -> float:
+  c = settings.config
   if role == "sampler":
     return facts.ideal_bytes / facts.layout.coordinates[..., 0].size
-  model, length = model_of(config), config.sampling.context
-  return estimates.learner_bytes(model, facts.layout.sizes, rows_of(config), length, config.batch.microbatches)
+  model, length = model_of(settings), c.sampling.context
+  return estimates.learner_bytes(model, facts.layout.sizes, rows_of(settings), length, c.batch.microbatches)

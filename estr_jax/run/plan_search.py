@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 
 from jax.sharding import AbstractMesh
-from ml_collections import ConfigDict
 
 from estr_jax.errors import UserError
 from estr_jax.model import decoder, sharding
@@ -15,63 +14,64 @@ from estr_jax.planning import estimates, report, roofline
 from estr_jax.planning.chips import GIB, Slice
 from estr_jax.planning.compiler import Exhausted
 from estr_jax.planning.hlo import Memory
-from experiments import planned
+from estr_jax.run import plans
+from estr_jax.run.options import Settings
 
 _MOST_SLOTS = 64  # times those of the config
 _HOPELESS = 2.0  # an estimate this many times above the memory is not worth a compilation
 
 
-def choices(config: ConfigDict, role: str) -> list[ConfigDict]:
-  """The config with every microbatch (of a sampler: with slots halved and doubled) that its mesh allows, growing."""
-
-  def changed(key: str, value: int) -> ConfigDict:
-    other = config.copy_and_resolve_references()
-    other.update_from_flattened_dict({key: value})
-    return other
-
+def choices(settings: Settings, role: str) -> list[Settings]:
+  """The settings with every microbatch (of a sampler: with slots halved and doubled) that the mesh allows, growing."""
+  c = settings.config
   if role == "sampler":
-    slots, shards = config.sampling.slots, planned.shards_of(config.sampling.mesh)
+    slots, shards = c.sampling.slots, plans.shards_of(c.sampling.mesh)
     factors = [2.0**i for i in range(-6, int(math.log2(_MOST_SLOTS)) + 1)]
-    return [changed("sampling.slots", int(slots * f)) for f in factors if slots * f % shards == 0]
-  rows, shards = config.batch.groups * config.batch.group_size, planned.shards_of(config.mesh)
+    return [settings.changed({"sampling.slots": int(slots * f)}) for f in factors if slots * f % shards == 0]
+  rows, shards = c.batch.groups * c.batch.group_size, plans.shards_of(c.mesh)
   if rows % shards:
     return []
   a_device = rows // shards
-  return [changed("batch.microbatches", a_device // part) for part in range(1, a_device + 1) if a_device % part == 0]
+  return [
+    settings.changed({"batch.microbatches": a_device // part})
+    for part in range(1, a_device + 1)
+    if a_device % part == 0
+  ]
 
 
-def size_of(config: ConfigDict, role: str) -> int:
-  return config.sampling.slots if role == "sampler" else planned.rows_of(config)
+def size_of(settings: Settings, role: str) -> int:
+  return settings.config.sampling.slots if role == "sampler" else plans.rows_of(settings)
 
 
-def named(config: ConfigDict, role: str) -> str:
+def named(settings: Settings, role: str) -> str:
   """A choice in the words of the config."""
+  c = settings.config
   if role == "sampler":
-    return f"sampling.slots={config.sampling.slots}"
-  rows = planned.rows_of(config)
-  return f"batch.microbatches={config.batch.microbatches}, {rows} row{'s' * (rows > 1)} a device"
+    return f"sampling.slots={c.sampling.slots}"
+  rows = plans.rows_of(settings)
+  return f"batch.microbatches={c.batch.microbatches}, {rows} row{'s' * (rows > 1)} a device"
 
 
-def _memory(config: ConfigDict, role: str, place: Slice) -> Memory | None:
+def _memory(settings: Settings, role: str, place: Slice) -> Memory | None:
   """None where the compiler gave up for want of it."""
-  if not planned.has_libtpu():
-    return planned.memory_estimate(config, role)
+  if not plans.has_libtpu():
+    return plans.memory_estimate(settings, role)
   try:
-    return planned.plan_of(config, role, place).memory
+    return plans.plan_of(settings, role, place).memory
   except Exhausted:
     return None
 
 
 def largest(
-  config: ConfigDict, role: str, place: Slice, memory: Memory | None, say: Callable[[str], None]
-) -> tuple[ConfigDict, Memory] | None:
+  settings: Settings, role: str, place: Slice, memory: Memory | None, say: Callable[[str], None]
+) -> tuple[Settings, Memory] | None:
   """The largest choice that fits, each compiled, upwards from one that fits or downwards from one that does not.
 
   Args:
     memory: of the config itself; None where the compiler gave up on it.
   """
   fitted = memory is not None and report.fits(memory, place)
-  found, here, others = (config, memory) if fitted else None, size_of(config, role), choices(config, role)
+  found, here, others = (settings, memory) if fitted else None, size_of(settings, role), choices(settings, role)
   larger = [other for other in others if size_of(other, role) > here]
   smaller = [other for other in reversed(others) if size_of(other, role) < here]
   for other in larger if fitted else smaller:
@@ -96,9 +96,9 @@ def meshes(sides: tuple[int, ...]) -> list[dict[str, int]]:
   return [dict(sizes) for sizes in sorted(found)]
 
 
-def candidates(config: ConfigDict, role: str, place: Slice) -> list[ConfigDict]:
+def candidates(settings: Settings, role: str, place: Slice) -> list[Settings]:
   """The configs of a sweep that can be hoped to fit, the most promising by an estimate first."""
-  model = planned.model_of(config)
+  model = plans.model_of(settings)
   params = decoder.abstract_params(model)
   hopeful = []
   for sizes in meshes(place.sides):
@@ -108,46 +108,47 @@ def candidates(config: ConfigDict, role: str, place: Slice) -> list[ConfigDict]:
       sharding.shardings(params, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
     except UserError:
       continue
-    other = config.copy_and_resolve_references()
-    planned.mesh_of(other, role).update(sizes)
+    mesh = "sampling.mesh" if role == "sampler" else "mesh"
+    other = settings.changed({f"{mesh}.{axis}": size for axis, size in sizes.items()})
     for choice in choices(other, role):
-      if planned.memory_estimate(choice, role).total < _HOPELESS * place.chip.hbm_bytes:
+      if plans.memory_estimate(choice, role).total < _HOPELESS * place.chip.hbm_bytes:
         hopeful.append(choice)
   return sorted(hopeful, key=lambda choice: _promise(choice, role))
 
 
-def _promise(config: ConfigDict, role: str) -> float:
+def _promise(settings: Settings, role: str) -> float:
   """Smaller is better: bytes that a device takes in for a token, or for a sampler, holds for one."""
-  model, sizes = planned.model_of(config), planned.mesh_of(config, role).to_dict()
+  c = settings.config
+  model, sizes = plans.model_of(settings), plans.mesh_of(settings, role).to_dict()
   if role == "sampler":
-    return planned.memory_estimate(config, role).total / config.sampling.slots
-  rows, length = planned.rows_of(config), config.sampling.context
-  return estimates.learner_exchange(model, sizes, rows, length, config.batch.microbatches)
+    return plans.memory_estimate(settings, role).total / c.sampling.slots
+  rows, length = plans.rows_of(settings), c.sampling.context
+  return estimates.learner_exchange(model, sizes, rows, length, c.batch.microbatches)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-  ranked: list[tuple[ConfigDict, report.Plan]]  # those that fit, the fastest first
-  failed: list[tuple[ConfigDict, str]]  # and why
+  ranked: list[tuple[Settings, report.Plan]]  # those that fit, the fastest first
+  failed: list[tuple[Settings, str]]  # and why
   left: int  # for which there was no time
 
 
-def sweep(config: ConfigDict, role: str, place: Slice, seconds: float, say: Callable[[str], None]) -> Sweep:
+def sweep(settings: Settings, role: str, place: Slice, seconds: float, say: Callable[[str], None]) -> Sweep:
   """Compiles candidates until the time is over; what is larger than a choice that did not fit is not tried."""
   start, ranked, failed = time.monotonic(), [], []
-  todo = candidates(config, role, place)
+  todo = candidates(settings, role, place)
   too_large: dict[tuple, int] = {}
   for done, choice in enumerate(todo):
     if time.monotonic() - start > seconds:
       return Sweep(_ranked(ranked), failed, len(todo) - done)
-    mesh = tuple(planned.mesh_of(choice, role).to_dict().items())
+    mesh = tuple(plans.mesh_of(choice, role).to_dict().items())
     what = f"{describe(choice, role)}; {named(choice, role)}"
     if size_of(choice, role) >= too_large.get(mesh, math.inf):
       failed.append((choice, "larger than one that does not fit"))
       continue
     say(f"{done + 1} of {len(todo)}: {what}")
     try:
-      plan = planned.plan_of(choice, role, place)
+      plan = plans.plan_of(choice, role, place)
       reason = None if plan.fits else f"{(plan.memory.total + report.RESERVED) / GIB:.1f} GiB"
     except Exhausted as error:
       reason = f"{error.needed / GIB:.1f} GiB at least"
@@ -162,43 +163,44 @@ def sweep(config: ConfigDict, role: str, place: Slice, seconds: float, say: Call
   return Sweep(_ranked(ranked), failed, 0)
 
 
-def _ranked(plans: list[tuple[ConfigDict, report.Plan]]) -> list[tuple[ConfigDict, report.Plan]]:
+def _ranked(plans: list[tuple[Settings, report.Plan]]) -> list[tuple[Settings, report.Plan]]:
   """By tokens a second; of equals, which compute bounds, first the one that has most of the rest to spare."""
 
-  def order(pair: tuple[ConfigDict, report.Plan]) -> tuple[float, float]:
+  def order(pair: tuple[Settings, report.Plan]) -> tuple[float, float]:
     plan = pair[1]
     return -plan.rate, (plan.roofline.hbm + sum(plan.roofline.ici.values())) / plan.tokens
 
   return sorted(plans, key=order)
 
 
-def describe(config: ConfigDict, role: str) -> str:
-  return roofline.describe(planned.mesh_of(config, role).to_dict())
+def describe(settings: Settings, role: str) -> str:
+  return roofline.describe(plans.mesh_of(settings, role).to_dict())
 
 
 def table(found: Sweep, role: str) -> Iterator[str]:
   size = "slots" if role == "sampler" else "rows"
   yield f"{'mesh':<32} {size:>6} {'GiB':>7} {'step, s':>9} {'tokens/s':>9} {'MFU, %':>7}  bound"
-  for config, plan in found.ranked:
+  for settings, plan in found.ranked:
     gib = (plan.memory.total + report.RESERVED) / GIB
     yield (
-      f"{describe(config, role):<32} {size_of(config, role):>6} {gib:>7.2f} {plan.roofline.seconds:>9.4f} "
+      f"{describe(settings, role):<32} {size_of(settings, role):>6} {gib:>7.2f} {plan.roofline.seconds:>9.4f} "
       f"{plan.rate:>9.0f} {100 * plan.mfu:>7.1f}  {plan.roofline.bound}"
     )
-  for config, why in found.failed:
-    yield f"{describe(config, role):<32} {size_of(config, role):>6}  does not fit: {why}"
+  for settings, why in found.failed:
+    yield f"{describe(settings, role):<32} {size_of(settings, role):>6}  does not fit: {why}"
   if found.left:
     yield f"not tried for want of time: {found.left}"
 
 
-def advice(config: ConfigDict, role: str) -> str:
+def advice(settings: Settings, role: str) -> str:
   """What to change where no microbatch and no number of slots fits, the cheapest first."""
+  c = settings.config
   if role == "sampler":
-    if config.transport.weights_dtype != "bfloat16":
+    if c.transport.weights_dtype != "bfloat16":
       return "set transport.weights_dtype=bfloat16"
     return "take more chips along sampling.mesh.tensor"
-  if config.model.remat != "full":
-    return f"set model.remat=full in place of {config.model.remat}"
-  if config.mesh.data > 1:
-    return f"move mesh.data={config.mesh.data} to mesh.fsdp, which shares out weights and optimizer"
+  if c.model.remat != "full":
+    return f"set model.remat=full in place of {c.model.remat}"
+  if c.mesh.data > 1:
+    return f"move mesh.data={c.mesh.data} to mesh.fsdp, which shares out weights and optimizer"
   return "take more chips along mesh.tensor, which shares out a row's activations, or a larger slice along mesh.fsdp"

@@ -1,20 +1,27 @@
-"""Writes docs/methods.md from the code: python -m experiments.method_tables [--out=docs/methods.md]"""
+"""Writes the pages that are made from the code: docs/methods.md, docs/config.md and configs/default.py.
+
+python -m experiments.pages
+"""
 
 import argparse
 import inspect
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from configs.default import get_config
 from configs.recipes import RECIPES
+from estr_jax.errors import UserError
 from estr_jax.objective import losses
 from estr_jax.objective.advantages import ESTIMATORS
 from estr_jax.objective.aggregation import AGGREGATIONS
 from estr_jax.objective.penalties import KL_ESTIMATORS
+from estr_jax.options import keys_of
+from estr_jax.run import command_line, pages
+
+ROOT = Path(__file__).parent.parent
 
 _HEAD = """# Methods
 
-Written by `python -m experiments.method_tables`; a test fails where this file and the code differ. The contract stands
+Written by `make pages`; a test fails where this file and the code differ. The contract stands
 in `estr_jax/objective/losses/__init__.py`.
 
 Three policies score a token: mu sampled it, q is the learner before the update, pi is being updated. The edges of the
@@ -26,13 +33,12 @@ Hyper-parameters without a default of their own take `loss.clip_low`, `loss.clip
 """
 
 
-def tables() -> str:
-  """The whole file."""
-  config = get_config()
+def methods_page() -> str:
+  """docs/methods.md."""
   methods = []
   for name, method in losses.METHODS.items():
-    own = config.loss[name]
-    hyper = ", ".join(f"{key} {own[key]}" if key in own else key for key in losses.keywords(method.loss))
+    own = keys_of(method.loss)
+    hyper = ", ".join(f"{key} {own[key].default}" if key in own else key for key in losses.keywords(method.loss))
     methods.append((f"`{name}`", method.edge, method.operator, method.scope, hyper or "none", method.source))
   recipes = [(f"`{name}`", ", ".join(f"`{key}={value}`" for key, value in r.items())) for name, r in RECIPES.items()]
   parts = [
@@ -62,18 +68,25 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
   return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
 
-def main() -> int:
-  parser = argparse.ArgumentParser(prog="python -m experiments.method_tables", description="Writes the method tables.")
-  parser.add_argument("--out", type=Path, default=Path("docs/methods.md"), help="the file to write")
-  out = parser.parse_args().out
-  try:
-    out.write_text(tables())
-  except OSError as error:
-    print(f"error: {out} cannot be written: {error.strerror}; name another --out", file=sys.stderr)
-    return 2
-  print(out)
+PAGES: dict[str, Callable[[], str]] = {
+  "configs/default.py": pages.default_config,
+  "docs/config.md": pages.table,
+  "docs/methods.md": methods_page,
+}
+
+
+def program() -> int:
+  argparse.ArgumentParser(
+    prog="python -m experiments.pages", description="Writes the pages that are made from the code."
+  ).parse_args()
+  for name, text in PAGES.items():
+    try:
+      (ROOT / name).write_text(text())
+    except OSError as error:
+      raise UserError(f"{name} cannot be written: {error.strerror}") from error
+    print(name)
   return 0
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  command_line.main(program)
