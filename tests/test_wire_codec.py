@@ -1,20 +1,18 @@
-"""Round trips: trajectories and prompts as messages, weights as a stream."""
+"""Round trips: trajectories, prompts and parts of weights as messages."""
 
 import dataclasses
-import re
-from collections.abc import Iterable, Iterator
 
 import hypothesis
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from weights_cases import assert_blocks_are, pieces, wants, whole
+from weights_cases import PARAMS, pieces, wants
 
 from estr_jax.structs import Prompt, Trajectory
-from estr_jax.weights import store as weights
-from estr_jax.weights.receive import Receiver, manifest_of
+from estr_jax.weights.parts import Chunk, Manifest, Part
+from estr_jax.weights.regions import Region
+from estr_jax.weights.store import Snapshot
 from estr_jax.wire import codec
 from estr_jax.wire import estr_jax_pb2 as pb
 
@@ -101,120 +99,52 @@ def test_a_torn_array_is_refused_by_name():
     codec.trajectory_from_message(pb.Trajectory(tokens=b"12345678", experts=b"123456", experts_per_token=2))
 
 
-def params() -> dict:
-  rng = np.random.default_rng(0)
-  return {
-    "embed": rng.normal(size=(7, 5)).astype(np.float32),
-    "layers": {
-      "mlp": {"up": rng.normal(size=(2, 3, 4)).astype(ml_dtypes.bfloat16), "scale": np.float32(1.5).reshape(())},
-      "norm": rng.normal(size=6).astype(ml_dtypes.float8_e4m3fn),
-      "empty": np.zeros((0, 3), np.float16),
-      "turned": np.asfortranarray(rng.normal(size=(4, 6))),
-    },
-  }
+INT32 = st.integers(0, 2**31)
+SIDES = st.lists(st.tuples(INT32, INT32, INT32).map(sorted), max_size=3)
 
 
-def stream() -> Iterator[pb.WeightsPart]:
-  return weights.Snapshot(3, pieces(params())).stream(wants(params()))
+@st.composite
+def regions(draw) -> Region:
+  sides = draw(SIDES)  # start, stop and size of each axis
+  start, stop, size = (tuple(side[i] for side in sides) for i in range(3))
+  return Region(draw(st.text()), size, start, stop)
 
 
-def received(parts: Iterable[pb.WeightsPart]) -> Receiver:
-  parts = iter(parts)
-  receiver = Receiver(wants(params()), [manifest_of(parts)])
-  receiver.fill(0, parts)
-  return receiver
+def there_and_back(part: Part) -> Part:
+  return codec.part_from_message(pb.WeightsPart.FromString(codec.part_to_message(part).SerializeToString()))
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 4 << 20])
-def test_weights_survive_bit_for_bit_whatever_the_chunk(monkeypatch, chunk_bytes):
-  """Fails if a low-precision type, a scalar, an empty or a transposed array changes on its way."""
-  monkeypatch.setattr(weights, "CHUNK_BYTES", chunk_bytes)
-  sizes = [len(part.chunk.data) for part in stream() if part.WhichOneof("part") == "chunk"]
-  assert max(sizes) <= max(chunk_bytes, 8)
-  got = received(stream())
-  assert got.version == 3
-  assert_blocks_are(got.blocks, params())
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@hypothesis.given(version=INT64, dtypes=st.dictionaries(st.text(), st.text()), blocks=st.lists(regions(), max_size=3))
+def test_a_manifest_survives(version, dtypes, blocks):
+  """Fails on a field left out, bounds that are swapped, or blocks in another order."""
+  sent = Manifest(version, dtypes, tuple(blocks))
+  assert there_and_back(sent) == sent
 
 
-def test_a_damaged_stream_is_noticed():
-  """Fails if the checksum, the length or the order of the chunks is not looked at."""
-  parts = list(stream())
-  flipped = pb.WeightsPart.FromString(parts[1].SerializeToString())
-  flipped.chunk.data = bytes([flipped.chunk.data[0] ^ 1]) + flipped.chunk.data[1:]
-  stray = pb.WeightsPart(chunk=pb.Chunk(block=99, data=b"1234"))
-  for damaged, fault in (
-    ([parts[0], flipped, *parts[2:]], r"embed\[0:7, 0:5\]: the checksum of bytes 0..140 of version 3"),
-    (parts[:-1], "bytes arrived"),
-    ([parts[0], parts[1], *parts[1:]], r"embed\[0:7, 0:5\]: bytes 0..140 after 140 of 140"),
-    (parts[1:], "does not begin with its manifest"),
-    ([*parts, stray], "belongs to no block"),
-  ):
-    with pytest.raises(ValueError, match=fault):
-      received(damaged)
-  assert manifest_of(iter([])) is None
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@hypothesis.given(block=INT64, offset=INT64, data=st.binary(), crc32=st.integers(0, 2**32 - 1))
+def test_a_chunk_survives_bit_for_bit(block, offset, data, crc32):
+  sent = Chunk(block, offset, data, crc32)
+  got = there_and_back(sent)
+  assert got == sent and type(got) is Chunk
 
 
-def test_two_parameters_of_one_name_are_noticed():
-  """Fails if a key that holds a slash takes another parameter's place."""
-  bad = {"a/b": np.zeros(2), "a": {"b": np.ones(2)}}
-  both = [weights.Piece(whole("a/b", array), array) for array in (bad["a/b"], bad["a"]["b"])]
-  parts = weights.Snapshot(0, both).stream([whole("a/b", np.zeros(2))])
-  with pytest.raises(ValueError, match=r"a/b\[0:2\]: a part of it is served twice"):
-    Receiver([whole("a/b", np.zeros(2))], [manifest_of(parts)])
+def test_a_stream_of_weights_survives_as_messages():
+  """Fails if the first block, the first offset or an empty manifest, all of them zeros on the wire, are lost."""
+  parts = list(Snapshot(0, pieces(PARAMS)).stream(wants(PARAMS)))
+  assert list(map(there_and_back, parts)) == parts
+  nothing = Manifest(0, {}, ())
+  assert there_and_back(nothing) == nothing and isinstance(there_and_back(nothing), Manifest)
 
 
-class Lazy:
-  """Numbers whose way to the host is counted."""
-
-  dtype = np.dtype(np.int64)
-
-  def __init__(self):
-    self.fetched = 0
-
-  def __array__(self, dtype=None, copy=None):
-    self.fetched += 1
-    return np.arange(3)
-
-
-def test_a_piece_is_fetched_when_it_is_streamed_and_once():
-  """Fails if a version is fetched when it is published or named, or again at every request, or unasked."""
-  lazy, unasked, region = Lazy(), Lazy(), whole("w", np.arange(3))
-  snapshot = weights.Snapshot(4, [weights.Piece(region, lazy), weights.Piece(whole("u", np.arange(3)), unasked)])
-  for _ in range(2):
-    parts = snapshot.stream([region])
-    next(parts)
-    assert lazy.fetched <= 1
-    (chunk,) = [part.chunk for part in parts]
-    assert chunk.data == np.arange(3).tobytes()
-  assert (lazy.fetched, unasked.fetched) == (1, 0)
-
-
-def test_the_store_holds_the_newest_and_the_one_before_that_was_named():
-  """Fails if an older version is let in, or a named one is gone too soon, or one that nobody can ask for is kept."""
-  store = weights.WeightStore()
-  assert store.newer(-1, 0) is None and store.exactly(4, 0) is None
-  store.publish(4, [])
-  assert store.newer(4, 0) is None and store.exactly(5, 0) is None
-  assert store.newer(3, 0).version == 4
-  with pytest.raises(ValueError, match="below 4"):
-    store.publish(3, [])
-  store.publish(5, [])
-  assert store.newer(3, 0).version == 5
-  assert store.exactly(4, 0).version == 4
-  store.publish(6, [])
-  store.publish(7, [])
-  for gone, held in ((5, "[7]"), (6, "[7]")):  # nobody was told of 6
-    with pytest.raises(
-      weights.VersionGone, match=re.escape(f"version {gone} of the weights is gone; this host holds {held}")
-    ):
-      store.exactly(gone, 0)
-
-
-def test_a_store_that_does_not_name_versions_keeps_two():
-  """Fails if a host drops a version of which the first host may just have told a sampler."""
-  store = weights.WeightStore(leads=False)
-  for version in (4, 5, 6):
-    store.publish(version, [])
-  assert [store.exactly(version, 0).version for version in (5, 6)] == [5, 6]
-  with pytest.raises(weights.VersionGone, match=r"holds \[5, 6\]"):
-    store.exactly(4, 0)
+def test_a_malformed_part_is_refused():
+  """Fails if it is taken for a chunk, or one of two types of a parameter is dropped in silence."""
+  with pytest.raises(ValueError, match="neither a manifest nor a chunk"):
+    codec.part_from_message(pb.WeightsPart())
+  two = pb.Manifest(tensors=[pb.Tensor(name="w", dtype="float32"), pb.Tensor(name="w", dtype="bfloat16")])
+  with pytest.raises(ValueError, match="w: the manifest gives it the types float32 and bfloat16"):
+    codec.part_from_message(pb.WeightsPart(manifest=two))
+  beyond = pb.Manifest(blocks=[pb.Region(name="w", whole=[4], start=[0], stop=[5])])
+  with pytest.raises(ValueError, match=r"w: \(0,\) to \(5,\) is no part of shape \(4,\)"):
+    codec.part_from_message(pb.WeightsPart(manifest=beyond))

@@ -23,6 +23,7 @@ from estr_jax.wire import client as client_module
 from estr_jax.wire import service
 from estr_jax.wire.client import Client
 from estr_jax.wire.security import Tls
+from estr_jax.wire.weight_host import weight_source
 
 MODEL = {"layers": "2", "width": "64"}
 PARAMS = {"a": {"b": np.arange(6, dtype=np.float32).reshape(2, 3).astype(ml_dtypes.bfloat16)}}
@@ -84,7 +85,7 @@ class Pair:
     return made
 
   def source(self, client: Client, patience_s: float = 5.0) -> WeightSource:
-    made = WeightSource(client.membership(), wants(PARAMS), patience_s=patience_s, **self.security)
+    made = weight_source(client.membership(), wants(PARAMS), patience_s=patience_s, **self.security)
     self.sources.append(made)
     return made
 

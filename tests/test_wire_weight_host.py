@@ -1,4 +1,4 @@
-"""Weights of a learner of several hosts, by slices."""
+"""Weights of a learner of several hosts, by slices, over real ports."""
 
 import itertools
 import os
@@ -8,52 +8,21 @@ import time
 from pathlib import Path
 
 import grpc
-import hypothesis
-import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from hypothesis import strategies as st
-from weights_cases import assert_blocks_are, pieces, wants
+from weights_cases import PARAMS, assert_blocks_are, by_host, pieces, wants
 
 from estr_jax.errors import UserError
 from estr_jax.rollout_queue.broker import Broker, StaleIncarnation
 from estr_jax.structs import NO_VERSION
-from estr_jax.weights import store as weights
-from estr_jax.weights.fetch import Membership, WeightSource
-from estr_jax.weights.placement import placed, wanted_by
-from estr_jax.weights.receive import Receiver, manifest_of
+from estr_jax.weights.fetch import WeightSource
 from estr_jax.weights.regions import Region
-from estr_jax.weights.store import Piece, Snapshot, VersionGone, WeightStore
+from estr_jax.weights.store import Piece, VersionGone, WeightStore
 from estr_jax.wire import service
+from estr_jax.wire.weight_host import Membership, weight_source
 
 TESTS = Path(__file__).parent
-
-PARAMS = {
-  "embed": np.arange(32, dtype=np.float32).reshape(8, 4),
-  "layers": {"up": np.arange(48).reshape(2, 4, 6).astype(ml_dtypes.bfloat16)},
-  "scale": np.float32(1.5).reshape(()),
-}
-
-
-def cut(piece: Piece, axis: int, parts: int) -> list[Piece]:
-  """A piece in equal parts along an axis."""
-  region, found = piece.region, []
-  for lo in range(0, region.whole[axis], step := region.whole[axis] // parts):
-    start = (*region.start[:axis], lo, *region.start[axis + 1 :])
-    stop = (*region.stop[:axis], lo + step, *region.stop[axis + 1 :])
-    part = Region(region.name, region.whole, start, stop)
-    found.append(Piece(part, piece.array()[part.within(region)]))
-  return found
-
-
-def by_host() -> list[list[Piece]]:
-  """What two hosts hold of PARAMS: halves of what has axes, the first alone what has none."""
-  embed, up, scale = pieces(PARAMS)
-  (embed_0, embed_1), (up_0, up_1) = cut(embed, 0, 2), cut(up, 2, 2)
-  return [[embed_0, up_1, scale], [embed_1, up_0]]
 
 
 class Hosts:
@@ -95,7 +64,7 @@ class Hosts:
     settings = {"patience_s": 5.0, "token": self.token}
     settings.update((key, changes.pop(key)) for key in list(changes) if key in settings)
     membership = Membership(**{**fields, **changes})
-    self.sources.append(WeightSource(membership, wants(PARAMS) if wanted is None else wanted, **settings))
+    self.sources.append(weight_source(membership, wants(PARAMS) if wanted is None else wanted, **settings))
     return self.sources[-1]
 
   def close(self) -> None:
@@ -110,43 +79,6 @@ def hosts():
   made = Hosts()
   yield made
   made.close()
-
-
-def grids(shape: tuple[int, ...]) -> st.SearchStrategy:
-  """Partitions of a shape into boxes: cuts along every axis."""
-  cuts = st.tuples(*(st.sets(st.integers(1, size - 1), max_size=2) if size > 1 else st.just(set()) for size in shape))
-
-  def boxes(axes):
-    spans = [list(itertools.pairwise([0, *sorted(inner), size])) for inner, size in zip(axes, shape)]
-    chosen = itertools.product(*spans)
-    return [Region("w", shape, tuple(lo for lo, _ in box), tuple(hi for _, hi in box)) for box in chosen]
-
-  return cuts.map(boxes)
-
-
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
-@hypothesis.given(data=st.data())
-def test_any_partition_becomes_any_other_and_moves_no_number_twice(data):
-  """Fails if a cut that is finer, coarser or crosswise is put together wrongly, or more moves than is wanted."""
-  shape = data.draw(st.lists(st.integers(1, 5), max_size=3).map(tuple))
-  array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(np.int32)
-  everything = Region("w", shape, (0,) * len(shape), shape)
-  held = [Piece(region, array[region.within(everything)]) for region in data.draw(grids(shape))]
-  regions = data.draw(grids(shape))
-  wanted = regions[: data.draw(st.integers(1, len(regions)))]
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(weights, "CHUNK_BYTES", data.draw(st.sampled_from([4, 12, 40, 4096])))
-    streams = [Snapshot(1, part).stream(wanted) for part in (held[::2], held[1::2])]
-    receiver = Receiver(wanted, [manifest_of(stream) for stream in streams])
-    moved = 0
-    for host, stream in enumerate(streams):
-      parts = list(stream)
-      moved += sum(len(part.chunk.data) for part in parts)
-      receiver.fill(host, parts)
-  assert moved == sum(region.size for region in wanted) * array.itemsize
-  assert list(receiver.blocks) == wanted
-  for region, block in receiver.blocks.items():
-    np.testing.assert_array_equal(block, array[region.within(everything)])
 
 
 def test_blocks_come_from_every_host_and_the_version_is_named_first(hosts):
@@ -292,15 +224,6 @@ def test_every_host_asks_for_the_token():
   with pytest.raises(UserError, match="beyond loopback without"):
     hosts.source(hosts=(hosts.servers[0].address, "learner-1.example:8476"))
   hosts.close()
-
-
-def test_blocks_become_arrays_in_the_type_that_is_asked_for():
-  one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=one), PARAMS)
-  blocks = {region: leaf for region, leaf in zip(wanted_by(abstract), jax.tree.leaves(PARAMS), strict=True)}
-  params = placed(abstract, blocks)
-  assert not blocks
-  jax.tree.map(lambda got, sent: np.testing.assert_array_equal(got, sent.astype(ml_dtypes.bfloat16)), params, PARAMS)
 
 
 _EIGHT = """

@@ -1,4 +1,4 @@
-"""The queue between samplers and the learner: leases out, trajectories in, batches on. Thread-safe, no gRPC.
+"""The queue between samplers and the learner: leases out, trajectories in, batches on. Thread-safe.
 
 `ledger` says what states a group has, `admission` which rules keep the staleness cap, `liveness` who is lost.
 """

@@ -17,10 +17,11 @@ from estr_jax.model.sharding import shardings
 from estr_jax.rollout_queue.broker import StaleIncarnation
 from estr_jax.sampler.engine import Engine
 from estr_jax.structs import NO_VERSION, Params, Prompt, Trajectory, Weights
-from estr_jax.weights.fetch import Membership, WeightSource
+from estr_jax.weights.fetch import WeightSource
 from estr_jax.weights.placement import placed
 from estr_jax.weights.store import VersionGone
 from estr_jax.wire.client import Client
+from estr_jax.wire.weight_host import Membership
 
 _FETCH_WAIT_S = 10.0  # of one call for newer weights
 _IDLE_WAIT_S = 1.0  # of one call for prompts while nothing else is to be done

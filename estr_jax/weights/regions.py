@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from estr_jax.wire import estr_jax_pb2 as pb
-
 Index = tuple[slice, ...]
 
 
@@ -66,14 +64,6 @@ def by_name(regions: Iterable[Region]) -> dict[str, list[Region]]:
   for region in regions:
     named.setdefault(region.name, []).append(region)
   return named
-
-
-def region_to_message(region: Region) -> pb.Region:
-  return pb.Region(name=region.name, whole=region.whole, start=region.start, stop=region.stop)
-
-
-def region_from_message(message: pb.Region) -> Region:
-  return Region(message.name, tuple(message.whole), tuple(message.start), tuple(message.stop))
 
 
 def raw(array: np.ndarray) -> np.ndarray:

@@ -14,8 +14,8 @@ import numpy as np
 
 from estr_jax.model.sharding import path_name
 from estr_jax.structs import NO_VERSION, Params
-from estr_jax.weights.regions import Region, by_name, raw, region_at, region_to_message
-from estr_jax.wire import estr_jax_pb2 as pb
+from estr_jax.weights.parts import Chunk, Manifest, Part
+from estr_jax.weights.regions import Region, by_name, raw, region_at
 
 # Large enough for full loopback speed, far below any message limit.
 CHUNK_BYTES = 4 << 20
@@ -74,29 +74,19 @@ class Snapshot:
     for piece in pieces:
       self._pieces.setdefault(piece.region.name, []).append(piece)
 
-  def stream(self, wanted: Sequence[Region]) -> Iterator[pb.WeightsPart]:
+  def stream(self, wanted: Sequence[Region]) -> Iterator[Part]:
     """A manifest of the blocks in which pieces and wanted regions meet, at once; then their chunks, block by block.
 
     Raises ValueError where a parameter has another shape here.
     """
-    tensors, blocks = [], []
-    for name, regions in by_name(wanted).items():
-      pieces = self._pieces.get(name, [])
-      if pieces:
-        tensors.append(pb.Tensor(name=name, dtype=pieces[0].dtype.name))
-      common = ((piece, piece.region.common(region)) for region in regions for piece in pieces)
-      blocks += [(piece, block) for piece, block in common if block is not None]
-    messages = [region_to_message(block) for _, block in blocks]
-    yield pb.WeightsPart(manifest=pb.Manifest(version=self.version, tensors=tensors, blocks=messages))
+    named = by_name(wanted)
+    blocks = [pair for name, regions in named.items() for pair in _meetings(self._pieces.get(name, []), regions)]
+    dtypes = {name: self._pieces[name][0].dtype.name for name in named if name in self._pieces}
+    yield Manifest(self.version, dtypes, tuple(block for _, block in blocks))
     for piece, _ in blocks:
       piece.prefetch()
     for index, (piece, block) in enumerate(blocks):
-      offset = 0
-      for run in _runs(raw(piece.array())[block.within(piece.region)]):
-        data = run.tobytes()
-        checksum = piece.checksum(block, offset, data)
-        yield pb.WeightsPart(chunk=pb.Chunk(block=index, offset=offset, data=data, crc32=checksum))
-        offset += len(data)
+      yield from _chunks(index, piece, block)
 
 
 class WeightStore:
@@ -151,6 +141,23 @@ class WeightStore:
         if found is not None or left <= 0:
           return found
         self._changed.wait(left)
+
+
+def _meetings(pieces: Sequence[Piece], regions: Sequence[Region]) -> Iterator[tuple[Piece, Region]]:
+  """What the pieces hold of the regions, region by region; all of one parameter."""
+  for region in regions:
+    for piece in pieces:
+      if (block := piece.region.common(region)) is not None:
+        yield piece, block
+
+
+def _chunks(index: int, piece: Piece, block: Region) -> Iterator[Chunk]:
+  """The numbers of a block of the piece; `index` is its place in the manifest."""
+  offset = 0
+  for run in _runs(raw(piece.array())[block.within(piece.region)]):
+    data = run.tobytes()
+    yield Chunk(index, offset, data, piece.checksum(block, offset, data))
+    offset += len(data)
 
 
 def _runs(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -7,12 +7,13 @@ from typing import TypeVar
 
 from estr_jax.rollout_queue.broker import Lease, StaleIncarnation
 from estr_jax.structs import NO_VERSION, Trajectory
-from estr_jax.weights.fetch import Membership
+from estr_jax.waiting import NoAnswer, patiently, until
 from estr_jax.wire import codec, security
 from estr_jax.wire import estr_jax_pb2 as pb
 from estr_jax.wire import estr_jax_pb2_grpc as pb_grpc
-from estr_jax.wire.calls import NoAnswer, open_channel, patiently, translated, until
+from estr_jax.wire.calls import open_channel, translated
 from estr_jax.wire.security import Tls
+from estr_jax.wire.weight_host import Membership
 
 # Seconds until a call counts as unanswered, on top of the time that it was asked to wait.
 _CALL_S = 30.0
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 class Client:
-  """One sampler's connection; its weights come through a WeightSource. The calls may come from several threads.
+  """One sampler's connection; its weights come through a `weight_source`. The calls may come from several threads.
 
   Every call but `join` raises StaleIncarnation once the learner restarted: drop the work in flight AND the weights
   (the learner may have gone back to an older version), `join` again, and fetch anew with the new membership.
@@ -96,7 +97,7 @@ class Client:
     return reply.receipt
 
   def membership(self) -> Membership:
-    """What a WeightSource needs, in this process or in another one of the same sampler, until the next join."""
+    """What `weight_source` needs, in this process or in another one of the same sampler, until the next join."""
     if not self._incarnation:
       raise RuntimeError("join before the weights")
     return Membership(self._name, self._incarnation, self._hosts)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from estr_jax.structs import Prompt, Trajectory
+from estr_jax.weights.parts import Chunk, Manifest, Part
+from estr_jax.weights.regions import Region
 from estr_jax.wire import estr_jax_pb2 as pb
 
 _I4, _F4, _U1 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
@@ -79,6 +81,46 @@ def trajectory_from_message(message: pb.Trajectory) -> Trajectory:
     turns=message.turns,
     seconds=message.seconds,
   )
+
+
+def region_to_message(region: Region) -> pb.Region:
+  return pb.Region(name=region.name, whole=region.whole, start=region.start, stop=region.stop)
+
+
+def region_from_message(message: pb.Region) -> Region:
+  """Raises ValueError, naming the parameter, on a box beyond it."""
+  return Region(message.name, tuple(message.whole), tuple(message.start), tuple(message.stop))
+
+
+def part_to_message(part: Part) -> pb.WeightsPart:
+  if isinstance(part, Manifest):
+    return pb.WeightsPart(manifest=_manifest_to_message(part))
+  return pb.WeightsPart(chunk=pb.Chunk(block=part.block, offset=part.offset, data=part.data, crc32=part.crc32))
+
+
+def part_from_message(message: pb.WeightsPart) -> Part:
+  """Raises ValueError on a message that is empty, or a manifest that is none."""
+  match message.WhichOneof("part"):
+    case "manifest":
+      return _manifest_from_message(message.manifest)
+    case "chunk":
+      chunk = message.chunk
+      return Chunk(chunk.block, chunk.offset, chunk.data, chunk.crc32)
+  raise ValueError("a part of the weights is neither a manifest nor a chunk")
+
+
+def _manifest_to_message(manifest: Manifest) -> pb.Manifest:
+  tensors = [pb.Tensor(name=name, dtype=dtype) for name, dtype in manifest.dtypes.items()]
+  blocks = [region_to_message(block) for block in manifest.blocks]
+  return pb.Manifest(version=manifest.version, tensors=tensors, blocks=blocks)
+
+
+def _manifest_from_message(message: pb.Manifest) -> Manifest:
+  dtypes: dict[str, str] = {}
+  for tensor in message.tensors:
+    if dtypes.setdefault(tensor.name, tensor.dtype) != tensor.dtype:
+      raise ValueError(f"{tensor.name}: the manifest gives it the types {dtypes[tensor.name]} and {tensor.dtype}")
+  return Manifest(message.version, dtypes, tuple(map(region_from_message, message.blocks)))
 
 
 def _to_bytes(name: str, array: np.ndarray) -> bytes:

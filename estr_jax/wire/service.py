@@ -14,7 +14,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from estr_jax.errors import UserError
 from estr_jax.rollout_queue.broker import Broker, Lease, StaleIncarnation
-from estr_jax.weights.regions import region_from_message
 from estr_jax.weights.store import Snapshot, VersionGone, WeightStore
 from estr_jax.wire import codec, security
 from estr_jax.wire import estr_jax_pb2 as pb
@@ -203,7 +202,7 @@ class _WeightChannel(pb_grpc.WeightChannelServicer):
   def Fetch(self, request, context):
     with _answering(context):
       _check_incarnation(request.sampler, request.incarnation, self._incarnation)
-      wanted = [region_from_message(message) for message in request.wanted]
+      wanted = [codec.region_from_message(message) for message in request.wanted]
 
       def ask(seconds: float) -> Snapshot | None:
         if request.WhichOneof("version") == "exactly":
@@ -216,7 +215,7 @@ class _WeightChannel(pb_grpc.WeightChannelServicer):
       with self._waiter.streaming() as free:
         if free:
           self._on_serve(snapshot.version)
-          yield from snapshot.stream(wanted)
+          yield from map(codec.part_to_message, snapshot.stream(wanted))
 
 
 class _TokenCheck(grpc.ServerInterceptor):
