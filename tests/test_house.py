@@ -86,19 +86,19 @@ def test_every_make_target_of_the_readme_exists():
   assert set(re.findall(r"\bmake ([a-z0-9-]+)", (ROOT / "README.md").read_text())) <= targets
 
 
-def test_every_loss_has_its_hyperparameters_in_the_default_config():
-  """Fails if a loss is added and its defaults are not, or a default is misspelt."""
-  from configs.default import get_config
-  from estr_jax.objective.losses import LOSSES, keywords
+@pytest.mark.parametrize("name", ["configs/default.py", "docs/config.md", "docs/methods.md"])
+def test_a_written_page_is_that_of_the_code(name):
+  """Fails if a key, a loss, a default or a recipe is changed and its page is not written anew."""
+  from experiments.pages import PAGES
 
-  loss = get_config().loss
-  for name, function in LOSSES.items():
-    wanted = set(keywords(function))
-    assert set(loss[name]) <= wanted <= set(loss[name]) | {"edge", "clip_low", "clip_high"}, name
+  assert (ROOT / name).read_text() == PAGES[name](), "run make pages"
 
 
-def test_the_tables_of_methods_are_those_of_the_code():
-  """Fails if a loss, a default or a recipe is changed and docs/methods.md is not written anew."""
-  from experiments.method_tables import tables
-
-  assert (ROOT / "docs/methods.md").read_text() == tables(), "run python -m experiments.method_tables"
+def test_programs_parse_call_and_print():
+  """Fails if the composition of a run grows back into a program, or a room into several."""
+  lines = {path: path.read_text().count("\n") for path in (ROOT / "experiments").rglob("*.py")}
+  assert {path.name: count for path, count in lines.items() if count >= 120} == {}
+  assert sum(lines.values()) < 1200
+  for name in ROOMS:
+    written = [path for path in (ROOT / "estr_jax" / name).rglob("*.py") if "_pb2" not in path.name]
+    assert sum(path.read_text().count("\n") for path in written) <= 2000, name

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from configs.default import get_config
 from estr_jax.objective.losses import LOSSES, choices
 from estr_jax.options import keys_of
 
@@ -61,13 +60,6 @@ ABOVE_ONE = {("dual_clip", "dual"), ("stare", "dual")}
 def accepting(value: float) -> set[tuple[str, str]]:
   """The numbers, as (loss, key), that may have a value."""
   return {(name, key) for (name, key), declared in NUMBERS.items() if declared.complaint(key, value) is None}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_defaults_are_those_of_the_config(name):
-  """Fails if a default of a loss and that of the config differ in value or type, or one of them is missing."""
-  declared = {key: (type(it.default), it.default) for key, it in KEYS[name].items()}
-  assert declared == {key: (type(value), value) for key, value in get_config().loss[name].to_dict().items()}
 
 
 @pytest.mark.parametrize("name", LOSSES)

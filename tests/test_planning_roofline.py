@@ -15,7 +15,6 @@ from estr_jax.planning import report, roofline
 from estr_jax.planning.chips import CHIPS, GIB, Slice, parse_slice, span_bandwidth
 from estr_jax.planning.hlo import Collective, Memory, Traffic
 from estr_jax.run import parts, plan_search, plans
-from experiments import plan
 
 ROOT = Path(__file__).parent.parent
 
@@ -97,7 +96,7 @@ def test_a_compiler_that_gives_up_says_what_it_wanted(message, gib):
 def test_the_papers_configs_have_the_papers_models(config, billions, context):
   """Fails if a shape is mistyped, a key unknown, or the rows do not divide; the counts are the model cards' but for the
   embedding's table, with which nothing is multiplied."""
-  settings = plan.make_settings(config.get_config())
+  settings = plans.settings_of(config.get_config())
   c, model = settings.config, parts.model_of(settings, None)
   assert roofline.active_params(model) / 1e9 == pytest.approx(billions, abs=0.01)
   assert c.sampling.context == context
@@ -107,7 +106,7 @@ def test_the_papers_configs_have_the_papers_models(config, billions, context):
 
 def test_model_flops_by_hand():
   """Fails if attention counts in full rather than causally, or recomputation is taken for work."""
-  model = parts.model_of(plan.make_settings(dapo_math.get_config()), None)
+  model = parts.model_of(plans.settings_of(dapo_math.get_config()), None)
   attention = 6 * 28 * 28 * 128 * 1024**2
   assert roofline.train_flops(model, 3, 1024) == 3 * (6 * roofline.active_params(model) * 1024 + attention)
 
@@ -216,5 +215,5 @@ def test_the_largest_microbatch(monkeypatch, gib_a_row, rows):
   c.batch.microbatches = 4  # 2 rows a device
   growing(monkeypatch, gib_a_row)
   memory = Memory(gib_a_row * GIB * 2, 0, 0)
-  found = plan_search.largest(plan.make_settings(c), "learner", Slice("v6e", (8, 8)), memory, lambda _: None)
+  found = plan_search.largest(plans.settings_of(c), "learner", Slice("v6e", (8, 8)), memory, lambda _: None)
   assert (found and plans.rows_of(found[0])) == rows

@@ -18,19 +18,37 @@ from estr_jax.model.decoder import DecoderConfig
 from estr_jax.planning import compiler, estimates, flops, hlo, programs, report, roofline
 from estr_jax.planning.chips import Slice
 from estr_jax.planning.hlo import Memory
-from estr_jax.run import parts
+from estr_jax.run import options, parts
 from estr_jax.run.options import Settings
 from estr_jax.run.update import update_of
 from estr_jax.runtime.sampler_loop import abstract_weights
+from estr_jax.tasks import TASKS
 
 
 def has_libtpu() -> bool:
   return importlib.util.find_spec("libtpu") is not None
 
 
+def settings_of(config: ConfigDict) -> Settings:
+  """`options.make`, with another task where the config's is not there yet: a program on arrays depends on none."""
+  made = config.copy_and_resolve_references()
+  if made.task.name not in TASKS:
+    made.task.name = "calculator"
+  return options.make(made)
+
+
 def mesh_of(settings: Settings, role: str) -> ConfigDict:
   c = settings.config
   return c.sampling.mesh if role == "sampler" else c.mesh
+
+
+def check_chips(config: ConfigDict, role: str, place: Slice, said: str) -> None:
+  """Raises UserError unless a role's mesh has as many devices as its slice has chips; `said` names the slice."""
+  name, mesh = ("sampling.mesh", config.sampling.mesh) if role == "sampler" else ("mesh", config.mesh)
+  devices = math.prod(mesh.values())
+  if devices != place.chips:
+    sizes = " x ".join(f"{name}.{axis}={size}" for axis, size in mesh.items())
+    raise UserError(f"{said} has {place.chips} chips and {sizes} is {devices}; change one")
 
 
 def model_of(settings: Settings) -> DecoderConfig:

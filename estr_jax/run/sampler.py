@@ -11,7 +11,8 @@ from estr_jax.run.options import Settings
 from estr_jax.runtime import launch
 from estr_jax.runtime.sampler_loop import abstract_weights, sampler_loop
 from estr_jax.weights.placement import wanted_by
-from estr_jax.wire.client import Client, weight_source
+from estr_jax.wire.client import Client
+from estr_jax.wire.weight_host import weight_source
 
 
 def run_sampler(settings: Settings, workdir: Path, name: str) -> None:
