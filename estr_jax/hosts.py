@@ -76,12 +76,12 @@ def lead(call: Callable[[], T]) -> T:
   """What `call` returns on process 0, where alone it is made, on every process; they raise what it raises, too."""
   if alone():
     return call()
-  outcome = None
+  outcome: tuple[T | None, Exception | None] = None, None
   if leads():
     try:
       outcome = call(), None
-    except Exception as fault:  # handed to all, and raised below
-      outcome = None, _portable(fault)
+    except Exception as error:  # handed to all, and raised below
+      outcome = None, _portable(error)
   value, fault = broadcast(outcome)
   if fault is not None:
     raise fault

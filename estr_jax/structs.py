@@ -10,12 +10,14 @@ is always the trust region.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 Params = Any  # a nested dict of arrays
+Scalar = jax.Array | np.float32 | float  # f32 []
 
 NO_VERSION = -1  # the version of a token that no policy sampled
 NO_EXPERT = 255  # where no router's choice was recorded: experts are u8
@@ -62,7 +64,10 @@ class Trajectory:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-  """What one update consumes. Device; padded, or packed where a row holds several segments."""
+  """What one update consumes, padded, or packed where a row holds several segments.
+
+  Device. Where it is assembled, NumPy arrays stand in their place, and where it is planned, their shapes.
+  """
 
   tokens: jax.Array  # i32 [B, T]
   mask: jax.Array  # bool [B, T]
@@ -131,3 +136,14 @@ class Mean(NamedTuple):
     """The mean as numpy; NaN where nothing was counted."""
     total, count = np.asarray(self.total, np.float64), np.asarray(self.count, np.float64)
     return np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
+
+
+Metric = Mean | np.ndarray | float  # a mean, a histogram, or a number of the host
+
+
+def mean_of(metrics: Mapping[str, Metric], name: str) -> Mean:
+  """The metric of that name, which has to be a mean. Raises TypeError where it is none."""
+  metric = metrics[name]
+  if not isinstance(metric, Mean):
+    raise TypeError(f"metric {name} is {type(metric).__name__}, and not a Mean")
+  return metric

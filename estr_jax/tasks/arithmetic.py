@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from estr_jax.tasks.task import HELDOUT, Example, Piece, Task, is_heldout, single_turn, as_text
+from estr_jax.tasks.task import HELDOUT, Example, Piece, Task, as_text, is_heldout, single_turn
 
 TERMS = 4
 HELDOUT_ONE_IN = 8  # of the unordered sums

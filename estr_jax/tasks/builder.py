@@ -1,6 +1,6 @@
 """The TFDS builder that writes a task's examples to disk. Imported lazily: tensorflow_datasets takes seconds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow_datasets as tfds
 
@@ -24,10 +24,10 @@ class Prompts(tfds.core.GeneratorBasedBuilder):
       disable_shuffling=True,  # record i is example i
     )
 
-  def _split_generators(self, dl_manager: tfds.download.DownloadManager):
+  def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator[tuple[int, Example]]]:
     return {split: self._generate_examples(examples) for split, examples in self._examples.items()}
 
-  def _generate_examples(self, examples: Sequence[Example]):
+  def _generate_examples(self, examples: Sequence[Example]) -> Iterator[tuple[int, Example]]:
     yield from enumerate(dict(example) for example in examples)
 
   # TFDS prints to stdout, in bold, whatever its logging is set to; that would tear a live terminal view.

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from estr_jax.tasks.task import HELDOUT, Example, Piece, Task, is_heldout, same_number, as_text
+from estr_jax.tasks.task import HELDOUT, Example, Piece, Task, as_text, is_heldout, same_number
 
 FACTORS = range(1, 10)
 ADDENDS = range(10, 100)
@@ -51,10 +51,7 @@ def respond(question: str, turns: Sequence[str]) -> str | None:
   call = _CALL.fullmatch(turns[-1]) if turns else None
   if call is None or len(turns) > MAX_CALLS:
     return None
-  left, operator, right = call.groups()
-  if operator == "*":
-    return f"={int(left) * int(right):02d};"
-  return f"={int(left) + int(right):03d};"
+  return _result(*call.groups())
 
 
 def reward(answer: str, turns: Sequence[str]) -> float:
@@ -68,12 +65,10 @@ def demonstrate(rng: np.random.Generator, question: str, answer: str) -> list[Pi
   if rng.random() < FROM_MEMORY:
     return [(_guess(rng, answer), True)]
   a, b, c = re.findall("[0-9]+", question)
-  turns = [_call(rng, a, "*", b)]
-  pieces = [(turns[-1], True), (respond(question, turns), False)]
+  pieces = _call(rng, a, "*", b)
   if rng.random() < AFTER_ONE_CALL:
     return [*pieces, (_guess(rng, answer), True)]
-  turns.append(_call(rng, pieces[-1][0][1:-1], "+", c))
-  pieces += [(turns[-1], True), (respond(question, turns), False)]
+  pieces += _call(rng, pieces[-1][0][1:-1], "+", c)
   return [*pieces, (f"#{_copy(rng, pieces[-1][0][1:-1])}$", True)]
 
 
@@ -84,11 +79,18 @@ def _guess(rng: np.random.Generator, answer: str) -> str:
   return f"#{number:03d}$"
 
 
-def _call(rng: np.random.Generator, left: str, operator: str, right: str) -> str:
+def _result(left: str, operator: str, right: str) -> str:
+  if operator == "*":
+    return f"={int(left) * int(right):02d};"
+  return f"={int(left) + int(right):03d};"
+
+
+def _call(rng: np.random.Generator, left: str, operator: str, right: str) -> list[Piece]:
+  """A call, its numbers copied in either order, and the calculator's result."""
   left, right = _copy(rng, left), _copy(rng, right)
   if rng.random() < 0.5:
     left, right = right, left
-  return f"<{left}{operator}{right}>"
+  return [(f"<{left}{operator}{right}>", True), (_result(left, operator, right), False)]
 
 
 def _copy(rng: np.random.Generator, digits: str) -> str:
