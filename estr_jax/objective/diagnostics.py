@@ -12,8 +12,9 @@ import numpy as np
 
 from estr_jax.objective.sequence_weights import sequence_weight_sums
 from estr_jax.objective.surrogates import MAX_LOG_RATIO
+from estr_jax.objective.triangle import required
 from estr_jax.objective.trust_regions import scaled_square, vocabulary_kl
-from estr_jax.structs import Batch, Mean, Scores, TokenLoss
+from estr_jax.structs import Batch, Mean, Metric, Scores, TokenLoss, mean_of
 
 # Bins of the behaviour entropy, nats. Fine near zero, where a fixed band and ESTR's differ most. Fixed bins and not the
 # deciles of a batch: those do not add across microbatches, move from step to step, and coincide where a policy is
@@ -115,8 +116,9 @@ def _exact(policy: Scores, batch: Batch, known_BT: jax.Array) -> dict[str, Mean]
   if batch.vocabulary is None:
     return {}
   log_mu = batch.vocabulary
+  log_pi = jax.lax.stop_gradient(required(policy.vocabulary, "policy.vocabulary"))
   mu = jnp.exp(log_mu)
-  delta = jnp.where(mu > 0, jax.lax.stop_gradient(policy.vocabulary) - log_mu, 0.0)
+  delta = jnp.where(mu > 0, log_pi - log_mu, 0.0)
   square_BT = jnp.sum(mu * jnp.square(delta), axis=-1)
   there_BT = known_BT & jnp.isfinite(square_BT)
   home_BT = _bin(batch.entropy, ENTROPY_EDGES[1:-1])
@@ -128,7 +130,7 @@ def _exact(policy: Scores, batch: Batch, known_BT: jax.Array) -> dict[str, Mean]
   }
 
 
-def derive(metrics: Mapping[str, Mean]) -> dict[str, float | np.ndarray]:
+def derive(metrics: Mapping[str, Metric]) -> dict[str, float | np.ndarray]:
   """What is a function of the whole batch's means: ESS, KL / entropy, quantiles of S, and its histogram as counts.
 
   Args:
@@ -139,9 +141,9 @@ def derive(metrics: Mapping[str, Mean]) -> dict[str, float | np.ndarray]:
   """
 
   def mean(name: str) -> float:
-    return float(metrics[name].value())
+    return float(mean_of(metrics, name).value())
 
-  entropy, histogram = mean("policy/entropy"), np.asarray(metrics["policy/score_histogram"].total, np.int64)
+  entropy, histogram = mean("policy/entropy"), np.asarray(mean_of(metrics, "policy/score_histogram").total, np.int64)
   return {
     "policy/ess": effective_sample_size(mean("policy/ratio"), mean("policy/ratio_square")),
     "policy/sequence_ess": effective_sample_size(mean("policy/sequence_weight"), mean("policy/sequence_weight_square")),

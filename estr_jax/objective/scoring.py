@@ -6,6 +6,7 @@ takes them of its logits; the learner takes them of hidden states and a head, an
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -51,7 +52,7 @@ def merge(a: Moments, b: Moments, *, temperature: float | jax.Array) -> Moments:
   """Of two parts of one vocabulary."""
   largest = jnp.maximum(a.largest, b.largest)
   a, b = (_shift(part, largest, temperature) for part in (a, b))
-  return Moments(largest, *(None if x is None else x + y for x, y in zip(a[1:], b[1:])))
+  return Moments(largest, *jax.tree.map(lambda x, y: x + y, a[1:], b[1:]))
 
 
 def _shift(part: Moments, largest: jax.Array, temperature: float | jax.Array) -> Moments:
@@ -70,7 +71,7 @@ def finish(whole: Moments, *, temperature: float | jax.Array) -> Scores:
   Since sum w >= 1, nothing cancels: log p <= 0 and H >= 0 also for a distribution that is nearly deterministic.
   """
   logprob = (whole.target - whole.largest) / temperature - jnp.log(whole.total)
-  if whole.weighted is None:
+  if whole.weighted is None or whole.squared is None:
     return Scores(logprob, None, None)
   entropy = jnp.log(whole.total) - whole.weighted / whole.total
   gini = jnp.maximum(1 - whole.squared / jnp.square(jax.lax.stop_gradient(whole.total)), 0.0)
@@ -169,7 +170,7 @@ class _Plan:
   def rows(self) -> tuple[str, ...]:
     return tuple(axis for axis in self.place.mesh.axis_names if axis not in self.vocabulary) if self.place else ()
 
-  def map(self, local, ins: str, outs: str):
+  def map(self, local: Callable, ins: str, outs: str) -> Callable:
     """`local` on every device's part. One letter an argument: r rows, v rows of a part's logits, h head, . scalar."""
     if self.place is None:
       return local
@@ -207,11 +208,15 @@ class _Plan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _score(plan: _Plan, hidden_BTD, head, targets_BT, temperature) -> Scores:
+def _score(
+  plan: _Plan, hidden_BTD: jax.Array, head: jax.Array, targets_BT: jax.Array, temperature: jax.Array
+) -> Scores:
   return _forward(plan, hidden_BTD, head, targets_BT, temperature)[0]
 
 
-def _forward(plan: _Plan, hidden_BTD, head, targets_BT, temperature):
+def _forward(
+  plan: _Plan, hidden_BTD: jax.Array, head: jax.Array, targets_BT: jax.Array, temperature: jax.Array
+) -> tuple[Scores, tuple]:
   whole, kept_BTV = plan.map(functools.partial(_local_forward, plan), "rhr.", "rv")(
     hidden_BTD, head, targets_BT, temperature
   )
@@ -219,7 +224,9 @@ def _forward(plan: _Plan, hidden_BTD, head, targets_BT, temperature):
   return scores, (hidden_BTD, head, targets_BT, temperature, whole, scores.entropy, kept_BTV)
 
 
-def _local_forward(plan: _Plan, hidden_BTD, head, targets_BT, temperature):
+def _local_forward(
+  plan: _Plan, hidden_BTD: jax.Array, head: jax.Array, targets_BT: jax.Array, temperature: jax.Array
+) -> tuple[Moments, jax.Array]:
   """(moments of the whole vocabulary, logits of the last chunk of this device's part)."""
   size = head.shape[plan.vocabulary_axis]
   whole, rest = plan.last(size)
@@ -241,7 +248,7 @@ def _local_forward(plan: _Plan, hidden_BTD, head, targets_BT, temperature):
   return sums, kept_BTV
 
 
-def _backward(plan: _Plan, residual, gradient: Scores):
+def _backward(plan: _Plan, residual: tuple, gradient: Scores) -> tuple[jax.Array, jax.Array, None, None]:
   hidden_BTD, head, targets_BT, temperature, whole, entropy_BT, kept_BTV = residual
   of_scores = (whole.largest, jnp.log(whole.total), entropy_BT, gradient.logprob, gradient.entropy)
   to_hidden, to_head = plan.map(functools.partial(_local_backward, plan), "rhr.rv", "rh")(
@@ -250,12 +257,20 @@ def _backward(plan: _Plan, residual, gradient: Scores):
   return to_hidden, to_head, None, None
 
 
-def _local_backward(plan: _Plan, hidden_BTD, head, targets_BT, temperature, of_scores, kept_BTV):
+def _local_backward(
+  plan: _Plan,
+  hidden_BTD: jax.Array,
+  head: jax.Array,
+  targets_BT: jax.Array,
+  temperature: jax.Array,
+  of_scores: tuple[jax.Array | None, ...],
+  kept_BTV: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
   """d logits = (g_logprob (onehot - p) - g_entropy p (log p + H)) / temperature, chunk by chunk."""
   size = head.shape[plan.vocabulary_axis]
   whole, rest = plan.last(size)
   targets_BT = targets_BT - plan.first_entry(size)
-  largest, log_total, entropy, of_logprob, of_entropy = (x if x is None else x[..., None] for x in of_scores)
+  largest, log_total, entropy, of_logprob, of_entropy = jax.tree.map(lambda x_BT: x_BT[..., None], of_scores)
 
   def one(carry, start, part, logits_BTV):
     to_hidden, to_head = carry
@@ -286,7 +301,7 @@ def _local_backward(plan: _Plan, hidden_BTD, head, targets_BT, temperature, of_s
 _score.defvjp(_forward, _backward)
 
 
-def _ordered(plan, to_logits, hidden):
+def _ordered(plan: _Plan, to_logits: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
   return (hidden, to_logits) if plan.vocabulary_axis else (to_logits, hidden)
 
 
