@@ -38,7 +38,9 @@ class Range:
 
   def complaint(self, value: float) -> str | None:
     """What is wrong with a value, as "must be above 0"; None where nothing is."""
-    if not _in_float32(value) and not (self.infinite and value == math.inf):
+    if self.infinite and value == math.inf:
+      return None
+    if not _in_float32(value):
       return "must be a finite number that float32 holds"
     inside = (
       (self.above is None or value > self.above)

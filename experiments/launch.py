@@ -21,8 +21,8 @@ from ml_collections import ConfigDict, config_flags
 
 from estr_jax.errors import UserError
 from estr_jax.planning.chips import parse_slice
+from estr_jax.planning.plans import check_chips, settings_of
 from estr_jax.run import command_line
-from estr_jax.run.plans import check_chips, settings_of
 from estr_jax.runtime import jobset
 from estr_jax.tasks import TASKS
 
@@ -53,7 +53,7 @@ def program() -> int:
     raise UserError(f"name a config, an image and a folder: {flags_needed}")
   if not FLAGS.render:
     raise UserError("nothing is started from here; add --render, and pipe what it prints into kubectl apply -f -")
-  config = FLAGS.config
+  config, given = FLAGS.config, overrides()
   check(config)
   workdir = PurePosixPath(FLAGS.workdir)
   if PurePosixPath(jobset.VOLUME) not in workdir.parents or ".." in workdir.parts:
@@ -61,7 +61,7 @@ def program() -> int:
   manifests = jobset.manifests(
     workdir.name,
     FLAGS.image,
-    [f"--config={config_file()}", f"--workdir={workdir}", *overrides()],
+    [f"--config={config_file()}", f"--workdir={workdir}", *given],
     learner=pool_of(config, "learner"),
     sampler=pool_of(config, "sampler"),
     samplers=config.slices.samplers,

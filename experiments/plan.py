@@ -23,9 +23,9 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from estr_jax.errors import UserError
-from estr_jax.planning import compiler, report
+from estr_jax.planning import compiler, plan_search, plans, report
 from estr_jax.planning.chips import GIB, Slice, parse_slice
-from estr_jax.run import command_line, plan_search, plans
+from estr_jax.run import command_line
 from estr_jax.run.options import Settings
 
 FLAGS = flags.FLAGS

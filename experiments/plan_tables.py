@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from estr_jax.run.plans import has_libtpu
+from estr_jax.planning.plans import has_libtpu
 
 _HEAD = """# Plans for TPU slices
 

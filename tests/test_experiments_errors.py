@@ -83,14 +83,14 @@ def test_the_command_line(tmp_path, arguments, words):
     ({"optimizer.b1": 1.0}, "optimizer.b1"),
     ({"optimizer.warmup_steps": -3}, "warmup_steps"),
     ({"transport.address": "127.0.0.1:99999"}, "host:port"),
-    ({"loss.icepop.low": 6.0}, "no ratio lies between"),
-    ({"loss.stable_reinforce.ratio_low": 2000.0}, "no ratio lies between"),
-    ({"loss.sat.quantile": 90.0}, "must be below 1"),
+    ({"loss.name": "icepop", "loss.icepop.low": 6.0}, "no ratio lies between"),
+    ({"loss.name": "stable_reinforce", "loss.stable_reinforce.ratio_low": 2000.0}, "no ratio lies between"),
+    ({"loss.sat.quantile": 90.0}, "must be above 0, below 1"),
     ({"loss.dual_clip.dual": 1.0}, "must be above 1"),
     ({"loss.mis.scope": "seq"}, "nearest: sequence"),
     ({"loss.name": "score_centering"}, "record_vocabulary=True"),
     ({"loss.name": "trm", "loss.trm.divergence": "vocabulary"}, "record_vocabulary=True"),
-    ({"loss.name": "ipo", "loss.edge": "proximal"}, "no effect on loss.name=ipo"),
+    ({"loss.name": "ipo", "loss.edge": "proximal"}, "no effect on a loss that does not take it"),
     ({"loss.kl.anchor": "proximal"}, "no effect while loss.kl.coefficient=0"),
     ({"loss.kl.anchor": "proximal", "loss.kl.coefficient": 0.1}, "is always 0"),
     ({"loss.estr.tau": 10**400}, "float32"),
@@ -172,7 +172,7 @@ def test_beyond_loopback_needs_tls_and_a_token(tmp_path):
     "--config.warm_start.steps=0",
     "--role=learner",
   )
-  assert_one_line(done, "0.0.0.0:50987", "TLS")
+  assert_one_line(done, "0.0.0.0:50987", "transport.tls_certificate", "transport.token_file")
 
 
 def test_a_shape_beside_a_folder_is_that_of_the_folder(tmp_path):
@@ -181,7 +181,8 @@ def test_a_shape_beside_a_folder_is_that_of_the_folder(tmp_path):
   c.model.folder = str(tmp_path / "model")
   held = dataclasses.replace(QWEN3_MOE, rope_theta=1e4)
   hf.save(c.model.folder, held, make_params(held))
-  c.model.experts, c.model.vocabulary, c.model.layers = 4, held.vocab_size, 3
+  c.model.experts, c.model.experts_per_token = held.experts, held.experts_per_token
+  c.model.expert_mlp_width, c.model.vocabulary, c.model.layers = held.expert_mlp_width, held.vocab_size, 3
   assert dataclasses.replace(parts.model_of(options.make(c), None), remat=held.remat) == held
   c.model.layers = 5
   with pytest.raises(UserError, match=r"model\.layers=5, but the model in .* has 3; leave it at 2"):

@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # The order in which data flows.
 ROOMS = [
   "errors", "options", "structs", "hosts", "waiting", "objective", "model", "tasks", "sampler", "rollout_queue",
-  "weights", "wire", "learner", "lab", "observe", "planning", "runtime", "run",
+  "weights", "wire", "learner", "lab", "observe", "runtime", "run", "planning",
 ]  # fmt: skip
 
 
@@ -99,6 +99,6 @@ def test_programs_parse_call_and_print():
   lines = {path: path.read_text().count("\n") for path in (ROOT / "experiments").rglob("*.py")}
   assert {path.name: count for path, count in lines.items() if count >= 120} == {}
   assert sum(lines.values()) < 1200
-  for name in ROOMS:
-    written = [path for path in (ROOT / "estr_jax" / name).rglob("*.py") if "_pb2" not in path.name]
-    assert sum(path.read_text().count("\n") for path in written) <= 2000, name
+  for folder in {path.parent for path in (ROOT / "estr_jax").rglob("*.py")}:
+    written = [path for path in folder.glob("*.py") if "_pb2" not in path.name]
+    assert sum(path.read_text().count("\n") for path in written) <= 2000, folder

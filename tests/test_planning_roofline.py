@@ -11,10 +11,10 @@ import pytest
 
 from configs.paper import browsecomp_plus, dapo_math, gsm8k_multiturn
 from estr_jax.errors import UserError
-from estr_jax.planning import report, roofline
+from estr_jax.planning import plan_search, plans, report, roofline
 from estr_jax.planning.chips import CHIPS, GIB, Slice, parse_slice, span_bandwidth
 from estr_jax.planning.hlo import Collective, Memory, Traffic
-from estr_jax.run import parts, plan_search, plans
+from estr_jax.run import parts
 
 ROOT = Path(__file__).parent.parent
 

@@ -6,7 +6,7 @@ own keys.py; here they are put together and checked.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
@@ -17,12 +17,11 @@ from estr_jax.learner import keys as learner
 from estr_jax.model import keys as model
 from estr_jax.objective import keys as objective
 from estr_jax.objective.losses import METHODS, Loss, Method, arguments, keywords, own_values
-from estr_jax.options import Key, Keys, nearest
-from estr_jax.planning import keys as planning
+from estr_jax.options import Key, Keys, keys_of, nearest
 from estr_jax.rollout_queue import keys as rollout_queue
 from estr_jax.run import keys as run
+from estr_jax.runtime import keys as runtime
 from estr_jax.sampler import keys as sampler
-from estr_jax.structs import TokenLoss
 from estr_jax.tasks import TASKS
 from estr_jax.tasks import keys as tasks
 from estr_jax.tasks.task import Task
@@ -48,7 +47,7 @@ def keys(methods: Methods = METHODS, task_names: Tasks = TASKS) -> Keys:
     **rollout_queue.QUEUE,
     **wire.TRANSPORT,
     **model.mesh("mesh"),
-    **planning.SLICES,
+    **runtime.SLICES,
     **learner.LEARNER,
     **run.CHECKPOINT,
     **run.EVAL,
@@ -156,18 +155,27 @@ def as_method(loss: Loss | Method) -> Method:
   Of a mere function nobody knows how much of the batch one token's loss reads, so it is taken for one that compares the
   samples of a group, and is refused more than one microbatch.
   """
-  if isinstance(loss, Method):
-    return loss
-  _check_loss(loss)
-  return Method(loss, edge="its own", operator="its own", scope="group", source="a user's own")
+  method = loss if isinstance(loss, Method) else Method(loss, "its own", "its own", "group", "a user's own")
+  _check_loss(method.loss)
+  return method
 
 
-def _check_loss(loss: Callable[..., TokenLoss]) -> None:
-  name = getattr(loss, "__name__", None)
-  if name is None or not name.isidentifier():
+def _check_loss(loss: Loss) -> None:
+  name = getattr(loss, "__name__", "")
+  if not name.isidentifier():
     raise UserError(f"loss={loss!r} has no name; give a function, `def NAME(policy, batch, *, ...)`")
-  if name in METHODS:
-    raise UserError(f"loss {name} is a name of the package's own (docs/methods.md); call yours otherwise")
+  shared = {key for key, _ in flat(defaults().loss)}
+  if name in METHODS or name in shared | {"entropy", "kl"}:
+    raise UserError(
+      f"loss {name} is a name of the package's own (docs/methods.md, docs/config.md); call yours otherwise"
+    )
+  try:
+    own = keys_of(loss)
+  except (ValueError, NameError) as error:
+    raise UserError(f"loss {error}") from error
+  for key in keywords(loss):
+    if key not in own and key not in shared:
+      raise UserError(f"loss {name} takes {key}, which has no default and is no key that losses share; give it one")
 
 
 def _whole(config: ConfigDict, known: Keys, method: Method | None) -> ConfigDict:

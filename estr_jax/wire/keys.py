@@ -21,6 +21,10 @@ TRANSPORT: Keys = under(
 
 
 def rules(c: ConfigDict) -> Iterator[str]:
-  """What is wrong with values that no range describes. Raises UserError where the address is no HOST:PORT."""
-  is_loopback(c.transport.address)
-  yield from ()
+  """What is wrong between keys. Raises UserError where the address is no HOST:PORT."""
+  t = c.transport
+  if not is_loopback(t.address) and not (t.tls_certificate and t.token_file):
+    yield (
+      f"transport.address={t.address} is beyond loopback: name transport.tls_certificate and transport.token_file too, "
+      "or take 127.0.0.1"
+    )

@@ -1,4 +1,4 @@
-"""The keys of the TPU slices that a run is planned for and launched on."""
+"""The keys of the TPU slices that a run is launched on, and planned for."""
 
 from estr_jax.options import POSITIVE, Key, Keys, under
 

@@ -10,11 +10,10 @@ from jax.sharding import AbstractMesh
 
 from estr_jax.errors import UserError
 from estr_jax.model import decoder, sharding
-from estr_jax.planning import estimates, report, roofline
+from estr_jax.planning import estimates, plans, report, roofline
 from estr_jax.planning.chips import GIB, Slice
 from estr_jax.planning.compiler import Exhausted
 from estr_jax.planning.hlo import Memory
-from estr_jax.run import plans
 from estr_jax.run.options import Settings
 
 _MOST_SLOTS = 64  # times those of the config
