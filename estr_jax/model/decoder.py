@@ -8,6 +8,7 @@ what the routers of a mixture of experts chose.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -56,7 +57,7 @@ _keep_products = _policies.save_from_both_policies(_policies.dots_with_no_batch_
 # What the backward pass keeps of each layer. None of them keeps scores; "attention" and "dots" keep what the attention
 # kernel of a TPU returns, "dots" also what the products with weights do. Inside of a scan nothing can be shared between
 # the passes anyway, so the barriers of prevent_cse would only be in the way.
-REMAT = {
+REMAT: dict[str, Callable[[Callable], Callable]] = {
   "none": lambda body: body,
   "dots": functools.partial(jax.checkpoint, policy=_keep_products, prevent_cse=False),
   "attention": functools.partial(jax.checkpoint, policy=_keep_attended, prevent_cse=False),
@@ -115,13 +116,19 @@ class Layer(nnx.Module):
     return self.attention.project(self.attention_norm(x_BTD), position_BT)
 
   def finish(
-    self, x_BTD: jax.Array, attended_BTHK: jax.Array, **routing: jax.Array | Mesh | None
+    self,
+    x_BTD: jax.Array,
+    attended_BTHK: jax.Array,
+    *,
+    there_BT: jax.Array,
+    recorded_BTk: jax.Array | None,
+    mesh: Mesh | None,
   ) -> tuple[jax.Array, Routed | None]:
-    """The layer's output, and where it is sparse what it chose; `routing` goes to `Mixture`."""
+    """The layer's output, and where it is sparse what it chose; the keywords are those of `Mixture`."""
     x_BTD = x_BTD + self.attention.o(attended_BTHK)
     normed_BTD, routed = self.mlp_norm(x_BTD), None
     if isinstance(self.mlp, Mixture):
-      y_BTD, routed = self.mlp(normed_BTD, **routing)
+      y_BTD, routed = self.mlp(normed_BTD, there_BT, recorded_BTk, mesh)
     else:
       y_BTD = self.mlp(normed_BTD)
     return x_BTD + y_BTD, routed
@@ -298,8 +305,8 @@ def extend_routed(
     q, k, v = layer.project(x_RCD, position_RC)
     if not all_slots:
       old = [rows.at[rows_R].get(mode="clip") for rows in old]
-    old = [rows.swapaxes(1, 2) for rows in old]
-    attended_RCHK = attend(q, Keys(*old, old_RCT), Keys(k, v, new_RCC))
+    old_k, old_v = (rows.swapaxes(1, 2) for rows in old)
+    attended_RCHK = attend(q, Keys(old_k, old_v, old_RCT), Keys(k, v, new_RCC))
     x_RCD, routed = layer.finish(x_RCD, attended_RCHK, there_BT=there_RC, recorded_BTk=None, mesh=mesh)
     return x_RCD, (k, v, routed)
 

@@ -43,11 +43,15 @@ TOKENIZER_FILES = (
 )
 
 
+_Names = tuple[str, ...]  # the keys that lead to a parameter in the nested dict
+_Sizes = tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Entry:
   """One parameter and the tensor that holds it, or the tensors: one a layer, or one for each expert of each layer."""
 
-  path: tuple[str, ...]  # in the nested dict of parameters
+  path: _Names
   tensor: str  # in the file; each "{}" stands for an index along a stacked axis
   stacked: tuple[int, ...]  # leading axes of the parameter: layers, experts
   axes: tuple[tuple[int, ...], ...]  # for each axis of the tensor the axes of the parameter that it flattens
@@ -92,17 +96,17 @@ def _entries(config: DecoderConfig) -> list[_Entry]:
   c = config
   layer, layers = "model.layers.{}.", (c.layers,)
 
-  def kernel(path, tensor: str, inputs: tuple[int, ...], outputs: tuple[int, ...], stacked=layers) -> _Entry:
+  def kernel(path: _Names, tensor: str, inputs: _Sizes, outputs: _Sizes, stacked: _Sizes = layers) -> _Entry:
     return _Entry(path, f"{tensor}.weight", stacked, (inputs, outputs), transposed=True)
 
-  def vector(path, tensor: str, shape: tuple[int, ...], stacked=layers) -> _Entry:
+  def vector(path: _Names, tensor: str, shape: _Sizes, stacked: _Sizes = layers) -> _Entry:
     return _Entry(path, tensor, stacked, (shape,))
 
   width, heads = (c.width,), (c.heads, c.head_dim)
   attention, names = ("layers", "attention"), f"{layer}self_attn."
   entries = [_Entry(("embed", "embedding"), "model.embed_tokens.weight", (), ((c.vocab_size,), width))]
   for name, count in {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}.items():
-    outputs = (count, c.head_dim)
+    outputs: _Sizes = (count, c.head_dim)
     entries.append(kernel((*attention, name, "kernel"), f"{names}{name}_proj", width, outputs))
     if c.qkv_bias:
       entries.append(vector((*attention, name, "bias"), f"{names}{name}_proj.bias", outputs))
@@ -110,6 +114,8 @@ def _entries(config: DecoderConfig) -> list[_Entry]:
     for name in ("q_norm", "k_norm"):
       entries.append(vector((*attention, name, "scale"), f"{names}{name}.weight", (c.head_dim,)))
   entries.append(kernel((*attention, "o", "kernel"), f"{names}o_proj", heads, width))
+  leaf: _Names
+  stacked: _Sizes
   if c.experts:
     mlp_width, tensors, leaf, stacked = (c.expert_mlp_width,), f"{layer}mlp.experts.{{}}.", (), (c.layers, c.experts)
     entries.append(kernel(("layers", "mlp", "router", "kernel"), f"{layer}mlp.gate", width, (c.experts,)))
@@ -175,22 +181,27 @@ def load(
 
     for entry in entries:
       if places is None:
-        value = np.empty(entry.shape, dtype)
-        everything = (slice(None),) * (len(entry.shape) - len(entry.stacked))
-        for index, tensor in entry.tensors():
-          value[index] = read(entry, tensor, everything)
+        _insert(params, entry.path, _read_whole(entry, dtype, read))
       else:
-        value = _read_onto(entry, dtype, _lookup(places, entry.path), read)
-      _insert(params, entry.path, value)
+        _insert(params, entry.path, _read_onto(entry, dtype, _lookup(places, entry.path), read))
   return config, params
+
+
+def _read_whole(entry: _Entry, dtype: str, read: Callable[..., np.ndarray]) -> np.ndarray:
+  value = np.empty(entry.shape, dtype)
+  everything = (slice(None),) * (len(entry.shape) - len(entry.stacked))
+  for index, tensor in entry.tensors():
+    value[index] = read(entry, tensor, everything)
+  return value
 
 
 def _read_onto(entry: _Entry, dtype: str, place: jax.sharding.Sharding, read: Callable[..., np.ndarray]) -> jax.Array:
   """The parameter on its devices, each tensor cut and written into its place there before the next one is read."""
   depth = len(entry.stacked)
   parts: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}  # devices that hold the same part share one reading
-  for device, slices in place.addressable_devices_indices_map(entry.shape).items():
-    parts.setdefault(tuple(s.indices(n)[:2] for s, n in zip(slices, entry.shape)), []).append(device)
+  for device, slices in place.devices_indices_map(entry.shape).items():
+    if device in place.addressable_devices:
+      parts.setdefault(tuple(s.indices(n)[:2] for s, n in zip(slices, entry.shape)), []).append(device)
   shape = place.shard_shape(entry.shape)
   buffers = {device: jnp.zeros(shape, dtype, device=device) for devices in parts.values() for device in devices}
   for index, tensor in entry.tensors():
@@ -236,13 +247,18 @@ def save(
     part = Path(scratch) / folder.name
     part.mkdir()
     (part / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    for name in TOKENIZER_FILES if source is not None else ():
-      if (Path(source) / name).is_file():
-        shutil.copyfile(Path(source) / name, part / name)
-    if source is not None and (Path(source) / TEMPLATES).is_dir():
-      shutil.copytree(Path(source) / TEMPLATES, part / TEMPLATES)
+    if source is not None:
+      _copy_tokenizer(Path(source), part)
     _write_shards(part, _tensors(config, params), shard_bytes)
     part.rename(folder)
+
+
+def _copy_tokenizer(source: Path, part: Path) -> None:
+  for name in TOKENIZER_FILES:
+    if (source / name).is_file():
+      shutil.copyfile(source / name, part / name)
+  if (source / TEMPLATES).is_dir():
+    shutil.copytree(source / TEMPLATES, part / TEMPLATES)
 
 
 def _locate(folder: Path) -> dict[str, str]:
@@ -317,7 +333,7 @@ def _write_shards(part: Path, tensors: Iterator[tuple[str, np.ndarray]], shard_b
   if len(shards) == 1:
     (part / "0.safetensors").rename(part / SINGLE)
     return
-  weight_map = {}
+  weight_map: dict[str, str] = {}
   for i, names in enumerate(shards):
     file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
     (part / f"{i}.safetensors").rename(part / file)
@@ -326,7 +342,7 @@ def _write_shards(part: Path, tensors: Iterator[tuple[str, np.ndarray]], shard_b
   (part / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _insert(tree: Params, path: tuple[str, ...], value: np.ndarray) -> None:
+def _insert(tree: Params, path: tuple[str, ...], value: np.ndarray | jax.Array) -> None:
   for key in path[:-1]:
     tree = tree.setdefault(key, {})
   tree[path[-1]] = value

@@ -16,7 +16,7 @@ REQUIRED = {
   "qwen3_moe": (*SHAPE, "num_key_value_heads", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
 }
 # What the architectures assume where config.json is silent.
-ABSENT = {
+ABSENT: dict[str, Any] = {
   "hidden_act": "silu",
   "rms_norm_eps": 1e-6,
   "rope_theta": 10000.0,

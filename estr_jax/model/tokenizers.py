@@ -5,7 +5,7 @@ Hugging Face weights.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
   def encode(self, text: str) -> list[int]:
     """Token ids of `text`; nothing is added before or after."""
 
-  def decode(self, ids: Sequence[int]) -> str:
+  def decode(self, ids: Iterable[int]) -> str:
     """The text of `ids`, special tokens spelled out."""
 
   def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), **settings: Any) -> list[int]:
@@ -74,7 +74,7 @@ class CharTokenizer:
         raise UserError(f"{character!r} in {text!r} is not in the tokenizer's alphabet {alphabet!r}: add it there")
     return [self._id[character] for character in text]
 
-  def decode(self, ids: Sequence[int]) -> str:
+  def decode(self, ids: Iterable[int]) -> str:
     return "".join(self._text[i] for i in ids)
 
   def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), **settings: Any) -> NoReturn:
@@ -119,7 +119,7 @@ class FolderTokenizer:
     """A byte for which the vocabulary has no token is dropped, as Hugging Face does."""
     return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-  def decode(self, ids: Sequence[int]) -> str:
+  def decode(self, ids: Iterable[int]) -> str:
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
   def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), **settings: Any) -> list[int]:
@@ -201,7 +201,13 @@ def _environment() -> jinja2.Environment:
   def raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
-  def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+  def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+  ) -> str:
     # Unlike jinja2's own, without HTML escapes.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
