@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from estr_jax.objective.surrogates import MAX_LOG_RATIO
 from estr_jax.objective.triangle import log_ratio, log_reference_ratio, required
-from estr_jax.structs import Batch, Scores
+from estr_jax.structs import Batch, Scalar, Scores
 
 
 def entropy_bonus(policy: Scores) -> jax.Array:
@@ -14,7 +14,7 @@ def entropy_bonus(policy: Scores) -> jax.Array:
 
 
 def adapt_coefficient(
-  coefficient: jax.Array, entropy: jax.Array, *, target: float, step: float, largest: float
+  coefficient: jax.Array, entropy: jax.Array, *, target: Scalar, step: Scalar, largest: Scalar
 ) -> tuple[jax.Array, jax.Array]:
   """The adaptive entropy coefficient of Skywork-OR1 (He et al., arXiv 2505.22312).
 
