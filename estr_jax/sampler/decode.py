@@ -5,7 +5,9 @@ is the input of the next decode step. So every policy token's logits come from a
 moment, and feeding a prompt or an observation needs no logits at all.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -48,7 +50,7 @@ def places(slots: Slots, mesh: Mesh) -> Slots:
   What has one entry a slot is everywhere, since every host decides by it.
   """
 
-  def place(path, leaf) -> NamedSharding:
+  def place(path: tuple, leaf: Any) -> NamedSharding:
     if path[0].name == "cache":
       return NamedSharding(mesh, decoder.CACHE_SPEC)
     return NamedSharding(mesh, P(BATCH_AXES) if leaf.ndim > 1 else P())
@@ -94,8 +96,12 @@ def empty(
   return _placed(state, mesh)
 
 
-def _record_experts(experts_STLk: jax.Array, rows_R: jax.Array, position_RC: jax.Array, routed: Routed) -> jax.Array:
+def _record_experts(
+  experts_STLk: jax.Array, rows_R: jax.Array, position_RC: jax.Array, routed: Routed | None
+) -> jax.Array:
   """Puts the choices for the input tokens at their positions; -1 is a token that is not there."""
+  if routed is None:
+    raise ValueError("there are no routers in a dense model whose choices could be recorded")
   column_RC = jnp.where(position_RC >= 0, position_RC, experts_STLk.shape[1])
   chosen_RCLk = jnp.moveaxis(routed.experts, 0, 2).astype(jnp.uint8)
   return experts_STLk.at[rows_R[:, None], column_RC].set(chosen_RCLk, mode="drop")
@@ -149,7 +155,8 @@ def feed(
   if experts is not None:
     experts = experts.at[fresh_rows].set(NO_EXPERT, mode="drop")
     experts = _record_experts(experts, rows_R, position_RC, routed)
-  fed = slots.replace(
+  fed = dataclasses.replace(
+    slots,
     cache=cache,
     tokens=slots.tokens.at[index].set(tokens_RC, mode="drop"),
     mask=slots.mask.at[fresh_rows].set(False, mode="drop"),
@@ -188,13 +195,13 @@ def share(
     mesh: as of `feed`.
   """
 
-  def copy(array, axis):
+  def copy(path: tuple, array: jax.Array) -> jax.Array:
+    axis = 1 if path[0].name == "cache" else 0
     taken = jnp.take(array, source_R, axis=axis, mode="clip")
     return array.at[(slice(None),) * axis + (target_R,)].set(taken, mode="drop")
 
-  copied = jax.tree.map(functools.partial(copy, axis=0), slots.replace(cache=None))
-  copied = copied.replace(
-    cache=jax.tree.map(functools.partial(copy, axis=1), slots.cache),
+  copied = dataclasses.replace(
+    jax.tree_util.tree_map_with_path(copy, slots),
     seed=slots.seed.at[target_R].set(seed_R, mode="drop"),
     greedy=slots.greedy.at[target_R].set(greedy_R, mode="drop"),
   )
@@ -263,7 +270,8 @@ def decode(
       experts = _record_experts(experts, rows_S, position_S[:, None], routed)
     length_S = slots.length + active_S
     ended_S = jnp.isin(token_S, stop_ids) | (length_S >= T)
-    stepped = slots.replace(
+    stepped = dataclasses.replace(
+      slots,
       cache=cache,
       tokens=slots.tokens.at[index].set(token_S, mode="drop"),
       mask=slots.mask.at[index].set(True, mode="drop"),
@@ -295,7 +303,7 @@ def rebuild(config: decoder.DecoderConfig, params: Params, slots: Slots, *, mesh
   S, T = slots.tokens.shape
   position_ST = jnp.where(jnp.arange(T) < slots.length[:, None] - 1, jnp.arange(T), -1)
   _, cache = decoder.extend(config, params, slots.tokens, position_ST, jnp.arange(S), slots.cache, mesh=mesh)
-  return _placed(slots.replace(cache=cache), mesh)
+  return _placed(dataclasses.replace(slots, cache=cache), mesh)
 
 
 @functools.partial(jax.jit, static_argnames="mesh")

@@ -78,9 +78,10 @@ class Engine:
       key = place(np.asarray(jax.random.key_data(key)))
     self._key = key
     stop = [tokenizer.token_id(text) for text in task.stop]
-    if None in stop:
+    single = [token for token in stop if token is not None]
+    if len(single) < len(stop):
       raise UserError(f"task {task.name}: the stop strings {task.stop} must be single tokens of the tokenizer")
-    self._stop_ids = np.array(sorted({tokenizer.eos_id, *stop}), np.int32)
+    self._stop_ids = np.array(sorted({tokenizer.eos_id, *single}), np.int32)
     self._greedy = greedy
     self._slots = decode.empty(
       model,
@@ -140,7 +141,7 @@ class Engine:
     self._episodes.clear()
     self._feeds.clear()
     self._live[:] = False
-    self._slots = self._slots.replace(live=jnp.zeros_like(self._slots.live))
+    self._slots = dataclasses.replace(self._slots, live=jnp.zeros_like(self._slots.live))
 
   def can_move(self, limit: int = decode.NO_LIMIT) -> bool:
     """Whether `advance(limit)` would do anything."""
@@ -152,14 +153,16 @@ class Engine:
     Args:
       limit: policy tokens at which a sequence is held (it goes on under a later, higher limit).
     """
-    sampling = self._sampling
-    self._feed()
+    sampling, weights = self._sampling, self._weights
+    if weights is None:
+      raise ValueError("nothing can be sampled before `set_weights`")
+    self._feed(weights)
     occupied = sorted(self._episodes)
     before = self._sampled[occupied].sum()
     self._slots = decode.decode(
       self._model,
-      self._weights.params,
-      np.int32(self._weights.version),
+      weights.params,
+      np.int32(weights.version),
       self._slots,
       self._key,
       self._stop_ids,
@@ -196,8 +199,9 @@ class Engine:
       finish = "length"
     else:
       text = self._task.respond(episode.question, episode.turns)
-      finish = "environment" if text is None else None
-      if text is not None:
+      if text is None:
+        finish = "environment"
+      else:
         observation = np.array(self._tokenizer.encode(text), np.int32)
         if len(tokens) + len(observation) < self._sampling.context:
           self._feeds[slot] = (observation, False)
@@ -215,7 +219,7 @@ class Engine:
       seconds=time.monotonic() - episode.started,
     )
 
-  def _feed(self) -> None:
+  def _feed(self, weights: Weights) -> None:
     if not self._feeds:
       return
     source: dict[bytes, int] = {}  # a fresh prompt -> the slot that is fed with it
@@ -236,7 +240,7 @@ class Engine:
         count_R[row], fresh_R[row] = len(tokens), fresh
       self._slots = decode.feed(
         self._model,
-        self._weights.params,
+        weights.params,
         self._slots,
         self._only(rows_R, fed),
         tokens_RC,
