@@ -5,11 +5,13 @@ Host code: NumPy in, NumPy out. The shape never changes between steps, so the tr
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from estr_jax.objective.advantages import ESTIMATORS
-from estr_jax.structs import NO_EXPERT, Batch, Mean, Trajectory
+from estr_jax.structs import NO_EXPERT, Batch, Mean, Metric, Trajectory
 
 STALENESS_BINS = 65  # a histogram counts 0, 1, ... versions; its last bin is "or more"
 
@@ -94,28 +96,32 @@ def _first_fit_decreasing(placed: Sequence[_Placed], length: int) -> list[list[_
 
 
 def _fill(layout: Sequence[Sequence[_Placed]], rows: int, length: int, target_version: int) -> Batch:
-  shape = (rows, length)
+  def zeros(dtype: Any, *more: int) -> Any:
+    """What stands for a jax.Array until the batch is placed."""
+    return np.zeros((rows, length, *more), dtype)
+
   prompts = sorted({trajectory.group for items in layout for trajectory, _ in items})
   batch = Batch(
-    tokens=np.zeros(shape, np.int32),
-    mask=np.zeros(shape, bool),
-    logprob=np.zeros(shape, np.float32),
-    entropy=np.zeros(shape, np.float32),
-    gini=np.zeros(shape, np.float32),
-    staleness=np.zeros(shape, np.int32),
-    segment=np.zeros(shape, np.int32),
-    group=np.zeros(shape, np.int32),
-    reward=np.zeros(shape, np.float32),
-    advantage=np.zeros(shape, np.float32),
+    tokens=zeros(np.int32),
+    mask=zeros(bool),
+    logprob=zeros(np.float32),
+    entropy=zeros(np.float32),
+    gini=zeros(np.float32),
+    staleness=zeros(np.int32),
+    segment=zeros(np.int32),
+    group=zeros(np.int32),
+    reward=zeros(np.float32),
+    advantage=zeros(np.float32),
   )
   recorded = {t.vocabulary.shape[1] for items in layout for t, _ in items if t.vocabulary is not None}
   if recorded:
     (V,) = recorded  # one vocabulary, or a fault
-    batch = dataclasses.replace(batch, vocabulary=np.zeros((*shape, V), np.float32))
+    batch = dataclasses.replace(batch, vocabulary=zeros(np.float32, V))
   routed = {t.experts.shape[1:] for items in layout for t, _ in items if t.experts is not None}
   if routed:
     (choices,) = routed  # (layers, experts a token) of one model, or a fault
-    batch = dataclasses.replace(batch, experts=np.full((*shape, *choices), NO_EXPERT, np.uint8))
+    experts: Any = np.full((rows, length, *choices), NO_EXPERT, np.uint8)
+    batch = dataclasses.replace(batch, experts=experts)
   for row, items in enumerate(layout):
     start = 0
     for segment, (trajectory, advantage) in enumerate(items, start=1):
@@ -129,16 +135,16 @@ def _fill(layout: Sequence[Sequence[_Placed]], rows: int, length: int, target_ve
       batch.segment[span] = segment
       batch.group[span] = 1 + prompts.index(trajectory.group)
       batch.reward[span] = trajectory.reward
-      if recorded:
+      if batch.vocabulary is not None:
         batch.vocabulary[span] = trajectory.vocabulary
-      if routed:
+      if batch.experts is not None:
         batch.experts[span] = trajectory.experts
       batch.advantage[span] = np.where(trajectory.mask, advantage, 0)
       start += len(trajectory.tokens)
   return batch
 
 
-def staleness(groups: Sequence[Sequence[Trajectory]], target_version: int) -> dict[str, Mean | np.ndarray]:
+def staleness(groups: Sequence[Sequence[Trajectory]], target_version: int) -> dict[str, Metric]:
   """What the rollouts of one update were like, and how old they are, in versions.
 
   Delta_intra is last - first version inside a trajectory, Delta_inter is target - last, and a token's age
@@ -168,7 +174,7 @@ def staleness(groups: Sequence[Sequence[Trajectory]], target_version: int) -> di
     intra.append(version[-1] - version[0])
     inter.append(target_version - version[-1])
     token.append(target_version - version)
-  metrics: dict[str, Mean | np.ndarray] = {
+  metrics: dict[str, Metric] = {
     "rollout/reward": _mean([trajectory.reward for trajectory in trajectories]),
     "rollout/length": _mean([trajectory.mask.sum() for trajectory in trajectories]),
     "rollout/turns": _mean([trajectory.turns for trajectory in trajectories]),
@@ -183,6 +189,6 @@ def staleness(groups: Sequence[Sequence[Trajectory]], target_version: int) -> di
   return metrics
 
 
-def _mean(values) -> Mean:
-  values = np.asarray(values, np.float64)
-  return Mean(values.sum(), values.size)
+def _mean(values: ArrayLike) -> Mean:
+  numbers = np.asarray(values, np.float64)
+  return Mean(numbers.sum(), numbers.size)

@@ -8,7 +8,7 @@ import optax
 
 from estr_jax.errors import UserError
 from estr_jax.model.sharding import path_name
-from estr_jax.structs import Params
+from estr_jax.structs import Params, Scalar
 
 DECAYS = ("constant", "cosine", "linear")
 
@@ -20,11 +20,15 @@ def decayed(params: Params) -> Any:
   return jax.tree_util.tree_map_with_path(lambda path, _: not _NOT_DECAYED.search(path_name(path)), params)
 
 
-def _adamw(learning_rate, *, b1, b2, eps, weight_decay) -> optax.GradientTransformation:
+def _adamw(
+  learning_rate: Scalar, *, b1: float, b2: float, eps: float, weight_decay: float
+) -> optax.GradientTransformation:
   return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed)
 
 
-def _sgd(learning_rate, *, b1, b2, eps, weight_decay) -> optax.GradientTransformation:
+def _sgd(
+  learning_rate: Scalar, *, b1: float, b2: float, eps: float, weight_decay: float
+) -> optax.GradientTransformation:
   del b2, eps  # only Adam has them
   return optax.chain(optax.add_decayed_weights(weight_decay, decayed), optax.sgd(learning_rate, momentum=b1))
 

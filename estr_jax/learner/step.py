@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,10 +23,13 @@ from estr_jax.objective.losses import Loss, needs
 from estr_jax.objective.penalties import adapt_coefficient, entropy_bonus, kl_penalty
 from estr_jax.objective.scoring import logits, score, score_vocabulary
 from estr_jax.objective.sequence_weights import effective_share, sequence_weight_sums
-from estr_jax.structs import NO_EXPERT, Batch, Mean, Params, Scores, TrainState
+from estr_jax.structs import NO_EXPERT, Batch, Mean, Metric, Params, Scalar, Scores, TrainState, mean_of
 
 TrainStep = Callable[[TrainState, Batch, "Hyper"], tuple[TrainState, dict[str, Mean]]]  # jitted
 ScoreStep = Callable[[Params, Batch], jax.Array]  # jitted
+
+# Of a microbatch: the metrics of `diagnose`, further sums by name, and the largest |delta|.
+_Sums = tuple[dict[str, Mean], dict[str, Any], jax.Array]
 
 
 def abstract_state(model: DecoderConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
@@ -168,12 +170,12 @@ class Objective:
 class Hyper(NamedTuple):
   """The numbers of an objective, f32 scalars: traced, so that one compiled step serves all of them."""
 
-  loss: Mapping[str, float]
-  kl_coefficient: float
-  entropy_target: float  # nats; -inf lets the coefficient of the bonus stay as it is
-  entropy_step: float
-  entropy_largest: float
-  router_balance: float  # times the mean over layers of moe.load_balance
+  loss: Mapping[str, Scalar]
+  kl_coefficient: Scalar
+  entropy_target: Scalar  # nats; -inf lets the coefficient of the bonus stay as it is
+  entropy_step: Scalar
+  entropy_largest: Scalar
+  router_balance: Scalar  # times the mean over layers of moe.load_balance
 
 
 def make_train_step(
@@ -215,7 +217,7 @@ def make_train_step(
 
   def microbatch_loss(
     params: Params, batch: Batch, weight_BT: jax.Array, hyper: Hyper, coefficient: jax.Array, tokens: jax.Array
-  ):
+  ) -> tuple[jax.Array, _Sums]:
     policy, routed = score_tokens_routed(
       model,
       params,
@@ -238,10 +240,12 @@ def make_train_step(
       penalty_BT += hyper.kl_coefficient * kl_penalty(policy, batch, estimator=estimator, anchor=anchor)
     penalty = reduce(jnp.where(batch.mask, penalty_BT, 0.0), weight_BT)
     if objective.router_balance:
+      if routed is None:
+        raise ValueError("there are no routers in a dense model whose load could be balanced")
       penalty += hyper.router_balance * (routed.load.tokens / tokens * load_balance(routed.load)).mean()
     delta_BT = jnp.abs(jax.lax.stop_gradient(policy.logprob) - batch.logprob)
     largest = jnp.max(jnp.where(batch.mask & jnp.isfinite(delta_BT), delta_BT, 0.0))
-    sums = {"loss/objective": value, "loss/penalty": penalty}
+    sums: dict[str, Any] = {"loss/objective": value, "loss/penalty": penalty}
     if objective.ess_step:
       sums["weights"] = sequence_weight_sums(policy, batch)
     if routed is not None:
@@ -255,7 +259,7 @@ def make_train_step(
     coefficient, following = _entropy_coefficients(state.entropy_coefficient, batch, hyper)
     tokens = jnp.maximum(jnp.sum(batch.segment > 0), 1)
 
-    def accumulate(gradient, parts: tuple[Batch, jax.Array]):
+    def accumulate(gradient: Params, parts: tuple[Batch, jax.Array]) -> tuple[Params, _Sums]:
       part, weight = parts
       new, aux = jax.grad(microbatch_loss, has_aux=True)(state.params, part, weight, hyper, coefficient, tokens)
       gradient = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), gradient, new)
@@ -346,12 +350,12 @@ def make_score_step(
   return jax.jit(step, in_shardings=(shardings(abstract, mesh), rows), out_shardings=rows)
 
 
-def compilations(step: TrainStep | ScoreStep) -> int:
+def compilations(step: Any) -> int:
   """How many programs a step holds; more than 1 is a fault where every batch is of one shape and one kind of array."""
-  return step._cache_size()
+  return step._cache_size()  # which JAX's types do not know
 
 
-def check_ratio(metrics: Mapping[str, Mean | np.ndarray]) -> None:
+def check_ratio(metrics: Mapping[str, Metric]) -> None:
   """Fails where stale tokens have a ratio of exactly 1, which real arithmetic does not give.
 
   A learner that compares its weights with themselves masks and clips nothing, and looks healthy.
@@ -362,7 +366,7 @@ def check_ratio(metrics: Mapping[str, Mean | np.ndarray]) -> None:
   Raises:
     RuntimeError: `policy/max_abs_delta` is 0 while `staleness/token` is above 0.
   """
-  stale, largest = float(metrics["staleness/token"].value()), float(metrics["policy/max_abs_delta"].value())
+  stale, largest = (float(mean_of(metrics, name).value()) for name in ("staleness/token", "policy/max_abs_delta"))
   if stale > 0 and largest == 0:
     raise RuntimeError(
       f"the trust region is silently off: tokens are {stale:.2f} versions old on average and yet every log-ratio "
