@@ -159,7 +159,7 @@ def scores(rows: Sequence[Row], loss: Mapping[str, Any]) -> str | None:
   return _svg(figure, axes, "scores", legend=bound and len(taus) > 0)
 
 
-def _ranges(edges: Sequence[int]) -> list[str]:
+def _ranges(edges: np.ndarray) -> list[str]:
   """The whole numbers from each edge to before the next one, as text."""
   inner = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in itertools.pairwise(edges)]
   return [*inner, f"{edges[-1]}+"]

@@ -109,7 +109,7 @@ class View:
       self._print(self._title)
     return self
 
-  def __exit__(self, *_) -> None:
+  def __exit__(self, *_: object) -> None:
     if self._live is not None:
       self._live.stop()
     elif self._unprinted is not None:
@@ -118,9 +118,9 @@ class View:
   def phase(self, name: str, done: int | None = None, total: int | None = None, detail: str = "") -> None:
     """Long work outside the steps, with its progress where that is known. The next step ends it."""
     with self._lock:
-      begins = self._phase is None or self._phase.name != name
-      self._phase = _Phase(name, done, total, detail, self._clock() if begins else self._phase.since)
-      due = begins or self._clock() - self._phase_printed_at >= _PHASE_INTERVAL_S
+      going = self._phase if self._phase is not None and self._phase.name == name else None
+      self._phase = _Phase(name, done, total, detail, self._clock() if going is None else going.since)
+      due = going is None or self._clock() - self._phase_printed_at >= _PHASE_INTERVAL_S
     if due and self._live is None:
       self._print(" ".join(filter(None, [name, _progress(done, total), detail])))
       self._phase_printed_at = self._clock()

@@ -18,7 +18,7 @@ import numpy as np
 
 from estr_jax.errors import UserError
 from estr_jax.observe.glossary import GLOSSARY
-from estr_jax.structs import Mean
+from estr_jax.structs import Mean, Metric
 
 Row = dict[str, Any]  # {"step": int, name of the glossary: number | list of numbers | None}
 
@@ -71,7 +71,7 @@ class MetricsFile:
   def __enter__(self) -> "MetricsFile":
     return self
 
-  def __exit__(self, *_) -> None:
+  def __exit__(self, *_: object) -> None:
     self.close()
 
 
@@ -105,7 +105,7 @@ def read(path: str | Path) -> list[Row]:
   return rows
 
 
-def to_row(step: int, metrics: Mapping[str, Mean | float | np.ndarray]) -> Row:
+def to_row(step: int, metrics: Mapping[str, Metric]) -> Row:
   """A row from metrics: a `Mean` becomes its value, a vector a list, a number that is not finite None."""
   values = {name: value.value() if isinstance(value, Mean) else value for name, value in metrics.items()}
   return {"step": int(step)} | {name: plain(np.asarray(value).tolist()) for name, value in values.items()}
