@@ -31,7 +31,7 @@ def _sum(jaxpr: core.ClosedJaxpr | core.Jaxpr, platform: str) -> float:
 
 def _of_equation(equation: Any, platform: str) -> float:
   name, params = equation.primitive.name, equation.params
-  shapes = [getattr(var.aval, "shape", ()) for var in equation.invars]
+  shapes: list[tuple[int, ...]] = [getattr(var.aval, "shape", ()) for var in equation.invars]
   if name == "dot_general":
     return _dot(params["dimension_numbers"], *shapes[:2])
   if name in ("ragged_dot", "ragged_dot_general"):

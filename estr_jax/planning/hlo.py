@@ -101,7 +101,9 @@ def size(type_text: str, *, hbm_only: bool = False) -> float:
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
   """Every computation by name, and the name of the entry."""
-  computations, entry, name, instructions, root = {}, "", None, {}, ""
+  computations: dict[str, Computation] = {}
+  instructions: dict[str, Instruction] = {}
+  entry, name, root = "", None, ""
   for line in text.splitlines():
     if name is None:
       if (found := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
@@ -155,7 +157,7 @@ class _Walk:
   def __init__(self, computations: dict[str, Computation], mesh_shape: dict[str, int]):
     self.computations, self.mesh_shape = computations, mesh_shape
     self.hbm, self.unknown = 0.0, 0
-    self.collectives = collections.defaultdict(float)
+    self.collectives: dict[tuple[str, tuple[str, ...]], float] = collections.defaultdict(float)
 
   def visit(self, name: str, times: float, *, memory: bool = True) -> None:
     here = self.computations[name]
@@ -296,7 +298,8 @@ def _groups_of_axes(
   sizes: dict[str, int], chosen: Sequence[tuple[str, str, str]], devices: np.ndarray
 ) -> list[list[int]]:
   """Groups along axes of a mesh, or along a part of one: (axis, size of what is more major in it, size of the part)."""
-  shape, moving = [], []
+  shape: list[int] = []
+  moving = []
   parts = {axis: (int(before or 1), int(size or sizes[axis])) for axis, before, size in chosen}
   for axis, whole in sizes.items():
     before, size = parts.get(axis, (whole, 1))
@@ -348,7 +351,10 @@ def _constant(one: Instruction, here: Computation, loop: Instruction) -> int | N
 
 
 def _index(element: Instruction) -> int:
-  return int(re.search(r"index=(\d+)", element.rest)[1])
+  found = re.search(r"index=(\d+)", element.rest)
+  if found is None:
+    raise ValueError(f"{element.name} takes an element of a tuple and does not say which: {element.rest[:80]!r}")
+  return int(found[1])
 
 
 def _step(computations: dict[str, Computation], loop: Instruction, counter: Instruction) -> int:
@@ -375,7 +381,7 @@ def memory(text: str) -> Memory:
 
   Kept apart from `memory_analysis()` of a compiled program, which counts arguments a second time as temporaries.
   """
-  sizes = collections.Counter()
+  sizes: collections.Counter[str] = collections.Counter()
   for size_text, what in re.findall(r"^allocation \d+: size (\d+), (.*)$", text, re.MULTILINE):
     if not re.match(r"color [1-9]", what):  # of another memory
       kind = "arguments" if what.startswith("parameter") else "outputs" if _OUTPUT.match(what) else "temporaries"

@@ -1,5 +1,7 @@
 """The arguments of the product's programs without their arrays, placed on a mesh: enough to compile, not to run."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
@@ -31,7 +33,8 @@ def abstract_batch(
   """
   place, grid = NamedSharding(mesh, BATCH_SPEC), (rows, length)
 
-  def of(dtype: str, *more: int) -> jax.ShapeDtypeStruct:
+  def of(dtype: str, *more: int) -> Any:
+    """What stands for a jax.Array."""
     return jax.ShapeDtypeStruct((*grid, *more), dtype, sharding=place)
 
   return Batch(
@@ -67,7 +70,7 @@ def trace_decode(
   """The sampler's decode loop; weights and slots say where they lie."""
   everywhere = NamedSharding(mesh, P())
 
-  def scalar(dtype, *shape: int) -> jax.ShapeDtypeStruct:
+  def scalar(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
   key = jax.eval_shape(lambda: jax.random.key(0))

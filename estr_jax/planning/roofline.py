@@ -65,7 +65,8 @@ class Roofline:
 
 def roofline(flops: float, traffic: Traffic, place: Slice, layout: Layout) -> Roofline:
   """Of a program whose `flops` are those of all devices together, evenly shared."""
-  chip, ici = place.chip, {}
+  chip = place.chip
+  ici: dict[tuple[str, ...], float] = {}
   for one in traffic.collectives:
     bandwidth = span_bandwidth(chip, layout.group(one.axes), place.sides)
     ici[one.axes] = ici.get(one.axes, 0.0) + one.bytes / bandwidth
