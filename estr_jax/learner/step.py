@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,15 @@ from estr_jax.objective.scoring import logits, score, score_vocabulary
 from estr_jax.objective.sequence_weights import effective_share, sequence_weight_sums
 from estr_jax.structs import NO_EXPERT, Batch, Mean, Metric, Params, Scalar, Scores, TrainState, mean_of
 
-TrainStep = Callable[[TrainState, Batch, "Hyper"], tuple[TrainState, dict[str, Mean]]]  # jitted
+
+class TrainStep(Protocol):
+  """What `make_train_step` builds; jitted."""
+
+  def __call__(self, state: TrainState, batch: Batch, hyper: "Hyper", /) -> tuple[TrainState, dict[str, Mean]]: ...
+
+  def trace(self, state: TrainState, batch: Batch, hyper: "Hyper", /) -> jax.stages.Traced: ...
+
+
 ScoreStep = Callable[[Params, Batch], jax.Array]  # jitted
 
 # Of a microbatch: the metrics of `diagnose`, further sums by name, and the largest |delta|.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from estr_jax.errors import UserError
@@ -67,7 +67,7 @@ def path_name(path: tuple) -> str:
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def shardings(tree: Any, mesh: Mesh, rules: Sequence[tuple[str, P, str]] = RULES) -> Any:
+def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Sequence[tuple[str, P, str]] = RULES) -> Any:
   """The NamedSharding of every leaf of params, of an optimizer state or of a whole TrainState.
 
   Raises:

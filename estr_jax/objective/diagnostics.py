@@ -117,8 +117,8 @@ def _exact(policy: Scores, batch: Batch, known_BT: jax.Array) -> dict[str, Mean]
     return {}
   log_mu = batch.vocabulary
   mu = jnp.exp(log_mu)
-  log_pi = jax.lax.stop_gradient(required(policy.vocabulary, "policy.vocabulary"))
-  delta = jnp.where(mu > 0, log_pi - log_mu, 0.0)
+  log_pi = required(policy.vocabulary, "policy.vocabulary")
+  delta = jnp.where(mu > 0, jax.lax.stop_gradient(log_pi) - log_mu, 0.0)
   square_BT = jnp.sum(mu * jnp.square(delta), axis=-1)
   there_BT = known_BT & jnp.isfinite(square_BT)
   home_BT = _bin(batch.entropy, ENTROPY_EDGES[1:-1])

@@ -69,16 +69,16 @@ def largest(
   Args:
     memory: of the config itself; None where the compiler gave up on it.
   """
-  fitted = memory is not None and report.fits(memory, place)
-  found, here, others = (settings, memory) if fitted else None, size_of(settings, role), choices(settings, role)
+  found = (settings, memory) if memory is not None and report.fits(memory, place) else None
+  fitted, here, others = found is not None, size_of(settings, role), choices(settings, role)
   larger = [other for other in others if size_of(other, role) > here]
   smaller = [other for other in reversed(others) if size_of(other, role) < here]
   for other in larger if fitted else smaller:
     say(f"trying {named(other, role)}")
     needed = _memory(other, role, place)
-    fits = needed is not None and report.fits(needed, place)
-    if fits:
-      found = other, needed
+    fits = False
+    if needed is not None and report.fits(needed, place):
+      found, fits = (other, needed), True
     if fits != fitted:
       break
   return found
@@ -134,9 +134,11 @@ class Sweep:
 
 def sweep(settings: Settings, role: str, place: Slice, seconds: float, say: Callable[[str], None]) -> Sweep:
   """Compiles candidates until the time is over; what is larger than a choice that did not fit is not tried."""
-  start, ranked, failed = time.monotonic(), [], []
+  start = time.monotonic()
+  ranked: list[tuple[Settings, report.Plan]] = []
+  failed: list[tuple[Settings, str]] = []
   todo = candidates(settings, role, place)
-  too_large: dict[tuple, int] = {}
+  too_large: dict[tuple, float] = {}
   for done, choice in enumerate(todo):
     if time.monotonic() - start > seconds:
       return Sweep(_ranked(ranked), failed, len(todo) - done)

@@ -166,13 +166,13 @@ def plan_of(settings: Settings, role: str, place: Slice, *, machine_code: bool =
   """
   on_tpu = has_libtpu()
   made = compiler.compile_apart(functools.partial(_prepare, settings, role, place, on_tpu), machine_code=machine_code)
-  facts, memory = made.facts, made.memory
+  facts = made.facts
   traffic = hlo.traffic(made.text, facts.layout.sizes)
-  if on_tpu:
-    memory = dataclasses.replace(memory, beside=_beside(settings, role))
+  if made.memory is not None:
+    memory = dataclasses.replace(made.memory, beside=_beside(settings, role))
   else:
     memory = memory_estimate(settings, role)
-    traffic = dataclasses.replace(traffic, hbm_bytes=_bytes_estimate(settings, role, facts))
+    traffic = dataclasses.replace(traffic, hbm_bytes=_bytes_estimate(settings, facts))
   roof = roofline.roofline(facts.flops, traffic, place, facts.layout)
   return report.Plan(
     place,
@@ -226,9 +226,9 @@ def _beside(settings: Settings, role: str) -> float:
   return sum(jax.tree.leaves(held)) * (served if role == "sampler" else 4 + 2 * served)
 
 
-def _bytes_estimate(settings: Settings, role: str, facts: Facts) -> float:
+def _bytes_estimate(settings: Settings, facts: Facts) -> float:
   c = settings.config
-  if role == "sampler":
+  if facts.ideal_bytes is not None:  # of a sampler
     return facts.ideal_bytes / facts.layout.coordinates[..., 0].size
   model, length = model_of(settings), c.sampling.context
   return estimates.learner_bytes(model, facts.layout.sizes, rows_of(settings), length, c.batch.microbatches)
