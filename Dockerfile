@@ -2,8 +2,8 @@
 FROM python:3.12-slim
 ENV PYTHONUNBUFFERED=1
 WORKDIR /estr_jax
-COPY requirements.txt pyproject.toml ./
-RUN pip install --no-cache-dir '.[tpu]'
+COPY requirements.txt ./
+RUN pip install --no-cache-dir -r requirements.txt 'jax[tpu]'
 COPY configs configs
 COPY estr_jax estr_jax
 COPY experiments experiments

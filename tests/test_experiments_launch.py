@@ -195,7 +195,7 @@ def test_the_image_holds_what_a_process_imports():
   """Fails if a folder is missing from the image, or one is named that is gone."""
   copied = re.findall(r"^COPY (.*) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
   names = {name for line in copied for name in line.split()}
-  assert {"requirements.txt", "pyproject.toml", "configs", "estr_jax", "experiments"} == names
+  assert {"requirements.txt", "configs", "estr_jax", "experiments"} == names
   assert all((ROOT / name).exists() for name in names)
 
 
