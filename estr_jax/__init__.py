@@ -4,7 +4,8 @@
     result = estr_jax.train({"mode": "sync", "steps": 20}, "runs/first")
     print(result.accuracy)
 
-`train`, `evaluate`, `load` and `sample` stand in `estr_jax.run.api`; they are imported when they are first used.
+`train`, `evaluate`, `load`, `sample` and `compare_losses` stand in `estr_jax.run.api`; they are imported when they are
+first used.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,22 @@ from typing import TYPE_CHECKING, Any
 from estr_jax.errors import UserError
 
 if TYPE_CHECKING:
-  from estr_jax.run.api import Evaluation, Loaded, Result, evaluate, load, sample, train
+  from estr_jax.run.api import Decisions, Evaluation, Loaded, Result, compare_losses, evaluate, load, sample, train
 
 __version__ = "0.1.0"
 
-__all__ = ["Evaluation", "Loaded", "Result", "UserError", "evaluate", "load", "sample", "train"]
+__all__ = [
+  "Decisions",
+  "Evaluation",
+  "Loaded",
+  "Result",
+  "UserError",
+  "compare_losses",
+  "evaluate",
+  "load",
+  "sample",
+  "train",
+]
 
 
 def __getattr__(name: str) -> Any:

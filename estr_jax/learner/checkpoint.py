@@ -99,21 +99,29 @@ class Checkpoints:
       self._manager.close()
 
 
-def restore_params(folder: str | os.PathLike, abstract: Params) -> tuple[int, Params]:
-  """The newest checkpoint's version and parameters without the optimizer, for evaluation; writes nothing.
+def restore_params(folder: str | os.PathLike, abstract: Params, *, step: int | None = None) -> tuple[int, Params]:
+  """A checkpoint's version and parameters without the optimizer, for evaluation; writes nothing.
 
   Args:
     folder: of a run's `Checkpoints`, which may be at work.
     abstract: shapes, dtypes and shardings.
+    step: of the checkpoint, which is also its version; the newest where None.
 
   Raises:
-    UserError: no checkpoint there, or one of another model.
+    UserError: no checkpoint there, none of that step, or one of another model.
   """
   folder = Path(folder).absolute()
   steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
   if not steps:
     raise UserError(f"no checkpoint in {folder}; train first, or name the --workdir of a run that has saved one")
-  step = max(steps)
+  if step is None:
+    step = max(steps)
+  elif step not in steps:
+    kept = ", ".join(map(str, sorted(steps)))
+    raise UserError(
+      f"no checkpoint of version {step} in {folder}; the versions that are kept there, the newest {KEPT} that were "
+      f"saved, are: {kept}"
+    )
   return step, _restore_tree(folder / str(step) / _STATE, {"params": abstract})["params"]
 
 

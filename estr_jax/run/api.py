@@ -261,8 +261,9 @@ def compare_losses(loaded: Loaded, groups: Sequence[Sequence[Trajectory]], losse
   )
   policy = jax.jit(score)(loaded.params, batch.tokens, batch.segment, experts=batch.experts)
   batch = dataclasses.replace(batch, proximal=policy.logprob)  # q, as it is before an update of this policy
-  decided = {name: _decide(name, loss, policy, batch, c.loss) for name, loss in losses.items()}
-  batch, logprob_BT, decided = jax.device_get((batch, policy.logprob, decided))
+  # One by one: of a dict, device_get would sort the names.
+  decided = {name: jax.device_get(_decide(name, loss, policy, batch, c.loss)) for name, loss in losses.items()}
+  batch, logprob_BT = jax.device_get((batch, policy.logprob))
   delta_BT = np.where(batch.mask, logprob_BT - batch.logprob, np.float32(0))
   return Decisions(loaded.version, batch, delta_BT, decided)
 
