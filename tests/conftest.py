@@ -2,4 +2,24 @@
 
 import os
 
+import hypothesis
+
+# The time of the tests is that of compiling small programs, which then run for milliseconds: so LLVM is not asked to
+# optimise, nor XLA to emit fusions by way of MLIR. Of two flags the later one holds, so XLA_FLAGS can say otherwise.
+CHEAP = (
+  "--xla_backend_optimization_level=0",
+  "--xla_llvm_disable_expensive_passes=true",
+  "--xla_cpu_use_fusion_emitters=false",
+)
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# The same examples on every machine and in every order, however slow the machine, and none of an earlier run.
+hypothesis.settings.register_profile("tests", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("tests")
+
+
+def pytest_configure(config):
+  """Before JAX reads the flags, and for the processes that tests start; the whole runs of `-m slow` do optimise."""
+  if config.option.markexpr != "slow":
+    os.environ["XLA_FLAGS"] = " ".join((*CHEAP, os.environ.get("XLA_FLAGS", "")))

@@ -1,10 +1,8 @@
 """Checkpoints: what is written is what was, a fault is one line, and a run goes on as if it had not stopped."""
 
 import dataclasses
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from learner_cases import MODEL, batch, flat, fresh_state, initial_params, mesh, rule, train_step
+from processes import on_eight_devices
 
 from estr_jax.errors import UserError
 from estr_jax.learner import optimizer
@@ -19,8 +18,6 @@ from estr_jax.learner.checkpoint import Checkpoints, load_params, restore_params
 from estr_jax.learner.step import abstract_state
 from estr_jax.model import decoder
 from estr_jax.model.sharding import shardings
-
-TESTS = Path(__file__).parent
 
 ADAM = optimizer.make(
   optimizer="adamw",
@@ -104,11 +101,7 @@ def test_a_checkpoint_restores_onto_another_mesh(checkpoints, tmp_path):
   state = fresh_state()
   checkpoints.save(5, state, {})
   checkpoints.wait()
-  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-  env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-  command = [sys.executable, "-c", _EIGHT, str(checkpoints.folder), str(tmp_path / "flat.npy")]
-  done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-  assert done.returncode == 0, done.stderr
+  on_eight_devices(_EIGHT, checkpoints.folder, tmp_path / "flat.npy")
   np.testing.assert_array_equal(np.load(tmp_path / "flat.npy"), flat(state))
 
 

@@ -3,10 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +23,13 @@ from learner_cases import (
   rule,
   train_step,
 )
+from processes import on_eight_devices
 
 from estr_jax.errors import UserError
 from estr_jax.learner.step import check_ratio, compilations, init_state, make_score_step, score_tokens
 from estr_jax.model import decoder
 from estr_jax.objective.scoring import score_logits
 from estr_jax.structs import Mean
-
-TESTS = Path(__file__).parent
-
 
 scores = jax.jit(functools.partial(score_tokens, MODEL, temperature=0.8, chunk=5, entropy=True))
 
@@ -261,12 +255,7 @@ print(json.dumps([kernel.shape, shard, step._cache_size(), float(metrics["loss/o
 
 def test_one_device_equals_eight(tmp_path):
   """Fails if a sharding rule, the microbatch split or a cross-device sum changes the update."""
-  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-  env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-  command = [sys.executable, "-c", _EIGHT, str(tmp_path / "params.npy")]
-  done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-  assert done.returncode == 0, done.stderr
-  shape, shard, programs, objective = json.loads(done.stdout)
+  shape, shard, programs, objective = json.loads(on_eight_devices(_EIGHT, tmp_path / "params.npy"))
   assert shard == [shape[0], shape[1] // 2, shape[2] // 2] and programs == 1
   state = fresh_state()
   for seed in range(2):

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from model_cases import CONFIGS, make_params
+from processes import on_eight_devices
 
 from estr_jax.errors import UserError
 from estr_jax.model import decoder, hf
@@ -51,9 +52,7 @@ def test_parts_land_on_eight_devices_as_their_sharding_says(tmp_path):
   """Fails if a slice of heads, experts or inputs is cut from the wrong rows of a tensor, or a bad mesh let through."""
   for kind, config in CONFIGS.items():
     hf.save(tmp_path / kind, config, make_params(config), shard_bytes=5000)
-  env = os.environ | ENV | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-  done = subprocess.run([sys.executable, "-c", _EIGHT, tmp_path], env=env, capture_output=True, text=True, timeout=240)
-  assert done.returncode == 0, done.stderr
+  on_eight_devices(_EIGHT, tmp_path)
   _, again = hf.load(tmp_path / "again")
   jax.tree.map(np.testing.assert_array_equal, again, make_params(CONFIGS[list(CONFIGS)[-1]]))
 

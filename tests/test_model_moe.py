@@ -3,20 +3,16 @@
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from model_cases import LLAMA, QWEN3_MOE, make_params
+from processes import on_eight_devices
 
 from estr_jax.model import decoder, moe
 
-TESTS = Path(__file__).parent
 ROWS, LENGTH = 8, 10
 
 
@@ -217,12 +213,7 @@ print(json.dumps([len(whole.findall(step.as_text())), refusal]))
 
 def test_one_device_equals_eight(tmp_path):
   """Fails if a token's experts on another device are lost or counted twice, or all experts meet on one device."""
-  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-  env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-  command = [sys.executable, "-c", _EIGHT, str(tmp_path / "found.npz")]
-  done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-  assert done.returncode == 0, done.stderr
-  whole, refusal = json.loads(done.stdout)
+  whole, refusal = json.loads(on_eight_devices(_EIGHT, tmp_path / "found.npz"))
   assert whole == 0
   assert refusal == "3 rows of tokens do not divide over mesh.data x mesh.fsdp x mesh.expert = 4: change one of them"
   wanted = jax.tree_util.tree_leaves_with_path(on_one_device("none"))

@@ -1,12 +1,8 @@
 """A sampler on eight devices draws what it draws on one."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-TESTS = Path(__file__).parent
+from processes import on_eight_devices
 
 _EIGHT = """
 import dataclasses, json
@@ -44,9 +40,5 @@ print(json.dumps([len(same), all(same), far, len({t.version[t.mask].max() for t 
 
 def test_one_device_equals_eight():
   """Fails if a slot's keys or experts go to another device's slot, or new weights do not reach every device."""
-  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-  env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-  done = subprocess.run([sys.executable, "-c", _EIGHT], env=env, capture_output=True, text=True, timeout=280)
-  assert done.returncode == 0, done.stderr
-  trajectories, same, far, versions = json.loads(done.stdout)
+  trajectories, same, far, versions = json.loads(on_eight_devices(_EIGHT))
   assert trajectories == 16 and same and far < 1e-4 and versions == 2
