@@ -32,12 +32,19 @@ def score_logits_gradient(logits_V, targets, temperature):
   return (onehot_V - np.exp(logprob_V)) / temperature
 
 
+def probability_change(log_p, log_q):
+  """p - q, by a product: the difference of near equals has no right digits in float64 either."""
+  log_p, log_q = np.asarray(log_p, np.float64), np.asarray(log_q, np.float64)
+  with np.errstate(invalid="ignore"):
+    return np.sign(log_p - log_q) * np.exp(np.maximum(log_p, log_q)) * -np.expm1(-np.abs(log_p - log_q))
+
+
 def bernoulli_kl(log_p, log_q):
   """KL(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)), with 0 log 0 = 0 and x log(x / 0) = inf."""
-  p, q = np.exp(np.asarray(log_p, np.float64)), np.exp(np.asarray(log_q, np.float64))
-  not_p, not_q = -np.expm1(np.asarray(log_p, np.float64)), -np.expm1(np.asarray(log_q, np.float64))
+  log_p, log_q = np.asarray(log_p, np.float64), np.asarray(log_q, np.float64)
+  p, not_p, not_q = np.exp(log_p), -np.expm1(log_p), -np.expm1(log_q)
   with np.errstate(divide="ignore", invalid="ignore"):
-    this = np.where(p == 0, 0.0, p * (np.log(p) - np.log(q)))
+    this = np.where(p == 0, 0.0, p * (log_p - log_q))
     other = np.where(not_p == 0, 0.0, not_p * (np.log(not_p) - np.log(not_q)))
   return this + other
 
@@ -329,7 +336,7 @@ def kpop(t, live, frozen, *, edge, phi, clip_low, clip_high):
 
 def ipo(t, live, frozen, *, bound):
   now = t.on(frozen, "direct")
-  keep = t.there(now) & (np.abs(np.exp(frozen.logprob) - np.exp(t.log_mu)) <= bound)
+  keep = t.there(now) & (np.abs(probability_change(frozen.logprob, t.log_mu)) <= bound)
   return surrogate(t, t.on(live, "direct"), now, keep)
 
 
@@ -339,7 +346,7 @@ def dppo(t, live, frozen, keep, cap):
 
 
 def dppo_tv(t, live, frozen, *, bound, cap):
-  change = np.exp(frozen.logprob) - np.exp(t.log_mu)
+  change = probability_change(frozen.logprob, t.log_mu)
   far = np.where(t.advantage > 0, change > bound, change < -bound)
   return dppo(t, live, frozen, t.there(t.on(frozen, "direct")) & ~far, cap)
 
