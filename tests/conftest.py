@@ -12,6 +12,23 @@ CHEAP = (
   "--xla_cpu_use_fusion_emitters=false",
 )
 
+# What takes more than some seconds of a processor, the longest first.
+LONGEST = (
+  "test_configs",
+  "test_runtime_modes",
+  "test_objective_calibration",
+  "test_experiments_errors",
+  "test_learner_step",
+  "test_objective_losses",
+  "test_model_moe",
+  "test_runtime_async",
+  "test_sampler_parity",
+  "test_learner_routing",
+  "test_planning_roofline",
+  "test_objective_identities",
+  "test_sampler_mesh",
+)
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # The same examples on every machine and in every order, however slow the machine, and none of an earlier run.
@@ -23,3 +40,10 @@ def pytest_configure(config):
   """Before JAX reads the flags, and for the processes that tests start; the whole runs of `-m slow` do optimise."""
   if config.option.markexpr != "slow":
     os.environ["XLA_FLAGS"] = " ".join((*CHEAP, os.environ.get("XLA_FLAGS", "")))
+  config.option.loadscopereorder = False  # xdist would begin with the files of the most tests, which are the quick ones
+
+
+def pytest_collection_modifyitems(items):
+  """The long files first, so that the workers end together; the order within a file stays."""
+  rank = {name: place for place, name in enumerate(LONGEST)}
+  items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))

@@ -1,6 +1,7 @@
 """A small multi-turn world for the sampler's tests: a random decoder says "x" now and then, and is answered."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -48,9 +49,14 @@ TASK = Task(
 )
 
 
+@functools.cache
+def _init(model):
+  return jax.jit(functools.partial(decoder.init, model))
+
+
 def weights(version: int, model=MODEL) -> Weights:
   """Random parameters, much larger than at initialisation, so that entropies differ from token to token."""
-  params = decoder.init(model, jax.random.key(100 + version))
+  params = _init(model)(jax.random.key(100 + version))
   return Weights(version, jax.tree.map(lambda leaf: leaf * (12.0 if leaf.ndim > 2 else 1.0), params))
 
 

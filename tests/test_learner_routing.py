@@ -17,14 +17,15 @@ from estr_jax.observe.glossary import GLOSSARY
 from estr_jax.structs import NO_EXPERT
 
 SPARSE = dataclasses.replace(MODEL, experts=4, experts_per_token=2, expert_mlp_width=8, norm_topk_prob=True)
-_score = functools.partial(step.score_tokens, SPARSE, temperature=0.8, chunk=5, entropy=False)
+_score = jax.jit(functools.partial(step.score_tokens, SPARSE, temperature=0.8, chunk=5, entropy=False))
+_init = jax.jit(functools.partial(decoder.init, SPARSE))
 _forward = jax.jit(functools.partial(decoder.forward_routed, SPARSE))
 
 
 @functools.cache
 def params(seed: int = 0):
   """Random ones, so large that experts matter."""
-  return jax.tree.map(lambda leaf: leaf * (12.0 if leaf.ndim > 2 else 1.0), decoder.init(SPARSE, jax.random.key(seed)))
+  return jax.tree.map(lambda leaf: leaf * (12.0 if leaf.ndim > 2 else 1.0), _init(jax.random.key(seed)))
 
 
 @functools.cache
@@ -35,7 +36,7 @@ def recorded():
   for row, trajectory in enumerate(made):
     size = len(trajectory.tokens)
     tokens[row, :size], segment[row, :size] = trajectory.tokens, 1
-  logprob = jax.jit(_score)(params(), tokens, segment).logprob
+  logprob = _score(params(), tokens, segment).logprob
   experts = np.moveaxis(np.asarray(_forward(params(), tokens, segment)[1].experts), 0, 2).astype(np.uint8)
   for row, trajectory in enumerate(made):
     size = len(trajectory.tokens)
@@ -78,9 +79,8 @@ def routing_of(batch) -> np.ndarray:
 def test_a_replayed_policy_is_the_one_with_the_recorded_experts():
   """Fails if the record is shifted by a token, given to another layer or a packed neighbour, or not taken at all."""
   made, batch = recorded()
-  score = jax.jit(_score)
-  found = np.asarray(score(rerouted(), batch.tokens, batch.segment, experts=batch.experts).logprob)
-  free = np.asarray(score(rerouted(), batch.tokens, batch.segment).logprob)
+  found = np.asarray(_score(rerouted(), batch.tokens, batch.segment, experts=batch.experts).logprob)
+  free = np.asarray(_score(rerouted(), batch.tokens, batch.segment).logprob)
   tokens, segment = np.zeros((2, ROWS, LENGTH), np.int32)
   routing = np.full((SPARSE.layers, ROWS, LENGTH, 2), -1, np.int32)
   for row, trajectory in enumerate(made):
@@ -101,7 +101,7 @@ def test_anchors_are_replayed_too():
   """Fails if log q, or a score that calibrates tau, is that of another choice than the update's."""
   _, batch = recorded()
   anchor = step.make_score_step(SPARSE, mesh=mesh(), microbatches=2, temperature=0.8, score_chunk=5)
-  wanted = jax.jit(_score)(rerouted(), batch.tokens, batch.segment, experts=batch.experts).logprob
+  wanted = _score(rerouted(), batch.tokens, batch.segment, experts=batch.experts).logprob
   np.testing.assert_allclose(anchor(rerouted(), batch), wanted, atol=2e-5)
 
 
