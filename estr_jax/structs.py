@@ -120,7 +120,9 @@ class Weights(NamedTuple):
   params: Params
 
 
-class Mean(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mean:
   """A metric that adds correctly across microbatches, hosts and steps: sum it, then divide once.
 
   `total` and `count` are scalars, or vectors of one shape for a metric by bin.
@@ -146,4 +148,12 @@ def mean_of(metrics: Mapping[str, Metric], name: str) -> Mean:
   metric = metrics[name]
   if not isinstance(metric, Mean):
     raise TypeError(f"metric {name} is {type(metric).__name__}, and not a Mean")
+  return metric
+
+
+def histogram_of(metrics: Mapping[str, Metric], name: str) -> np.ndarray:
+  """The metric of that name, which has to be a histogram. Raises TypeError where it is none."""
+  metric = metrics[name]
+  if not isinstance(metric, np.ndarray):
+    raise TypeError(f"metric {name} is {type(metric).__name__}, and not a histogram")
   return metric
