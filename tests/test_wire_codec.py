@@ -1,10 +1,14 @@
 """Round trips: trajectories, prompts and parts of weights as messages."""
 
+import ast
 import dataclasses
+import pathlib
 
 import hypothesis
 import numpy as np
 import pytest
+from google.protobuf import descriptor_pb2
+from grpc_tools import protoc
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from weights_cases import PARAMS, pieces, wants
@@ -148,3 +152,24 @@ def test_a_malformed_part_is_refused():
   beyond = pb.Manifest(blocks=[pb.Region(name="w", whole=[4], start=[0], stop=[5])])
   with pytest.raises(ValueError, match=r"w: \(0,\) to \(5,\) is no part of shape \(4,\)"):
     codec.part_from_message(pb.WeightsPart(manifest=beyond))
+
+
+SCHEMA = "estr_jax/wire/estr_jax.proto"
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def test_the_stubs_are_those_of_the_schema(tmp_path):
+  """Fails if the schema is changed, and its stubs or their types are not made anew."""
+  compiled = tmp_path / "schema"
+  assert protoc.main(["protoc", f"-I{ROOT}", f"--descriptor_set_out={compiled}", SCHEMA]) == 0
+  (want,) = descriptor_pb2.FileDescriptorSet.FromString(compiled.read_bytes()).file
+  for message in want.message_type:
+    for field in (*message.field, *(field for nested in message.nested_type for field in nested.field)):
+      field.ClearField("json_name")  # which stubs leave out
+  assert descriptor_pb2.FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb) == want
+  typed = {
+    node.name: [line.target.id for line in node.body if isinstance(line, ast.AnnAssign) and line.target.id.islower()]
+    for node in ast.parse((ROOT / SCHEMA).with_name("estr_jax_pb2.pyi").read_text()).body
+    if isinstance(node, ast.ClassDef)
+  }
+  assert typed == {message.name: [field.name for field in message.field] for message in want.message_type}

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from google.protobuf.message import Message
+
 from estr_jax.rollout_queue.broker import Lease, StaleIncarnation
 from estr_jax.structs import NO_VERSION, Trajectory
 from estr_jax.waiting import NoAnswer, patiently, until
@@ -139,11 +141,11 @@ class Client:
   def _caller(self) -> pb.Caller:
     return pb.Caller(sampler=self._name, incarnation=self._incarnation, version=self._version, waited_s=self._waited_s)
 
-  def _unary(self, method: Callable[..., T], request, deadline_s: float, what: str) -> T:
+  def _unary(self, method: Callable[..., T], request: Message, deadline_s: float, what: str) -> T:
     with translated(self._address, what):
       return method(request, timeout=deadline_s, metadata=self._metadata)
 
-  def _call(self, method: Callable[..., T], request, deadline_s: float, what: str) -> T:
+  def _call(self, method: Callable[..., T], request: Message, deadline_s: float, what: str) -> T:
     if self._beat_fault is not None:
       raise self._beat_fault
     return patiently(lambda: self._unary(method, request, deadline_s, what), what, self._patience_s)

@@ -13,8 +13,8 @@ from estr_jax.weights.regions import Region
 from estr_jax.wire import estr_jax_pb2 as pb
 
 _I4, _F4, _U1 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
-_ARRAYS = {"tokens": _I4, "mask": _U1, "logprob": _F4, "entropy": _F4, "gini": _F4, "version": _I4}
-_TYPES = {
+_ARRAYS: dict[str, np.dtype] = {"tokens": _I4, "mask": _U1, "logprob": _F4, "entropy": _F4, "gini": _F4, "version": _I4}
+_TYPES: dict[str, type[np.generic]] = {
   "tokens": np.int32,
   "mask": np.bool_,
   "logprob": np.float32,

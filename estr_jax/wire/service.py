@@ -94,7 +94,7 @@ def _start(
   security.require_safe(address, tls, token)
   # Without SO_REUSEPORT a second learner on the same port fails instead of stealing half of the calls.
   options = [*security.MESSAGE_OPTIONS, ("grpc.so_reuseport", 0)]
-  interceptors = [] if token is None else [_TokenCheck(token)]
+  interceptors: list[grpc.ServerInterceptor] = [] if token is None else [_TokenCheck(token)]
   pool = futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="wire")
   server = grpc.server(pool, interceptors=interceptors, options=options)
   stopping = threading.Event()
