@@ -179,7 +179,7 @@ class Broker:
         self._expire()
         batch = self._select()
         if batch is not None:
-          taken = [self._ledger.remove(group).trajectories for group in batch]
+          taken = [self._ledger.remove(group).queued for group in batch]
           self._batch_taken = True
           for trajectories in taken:
             self._accepted = self._accepted.merge(_lengths(trajectories))
@@ -283,7 +283,7 @@ class Broker:
     if self._admission == "wait":
       return
     for group in list(self._ledger.arrived):
-      if self._version - rules.oldest_version(self._ledger.live[group].trajectories) > self._max_staleness:
+      if self._version - rules.oldest_version(self._ledger.live[group].queued) > self._max_staleness:
         self._ledger.remove(group)
         self._counts["dropped"] += 1
     self._changed.notify_all()

@@ -21,6 +21,13 @@ class Live:
   def returned(self) -> bool:
     return self.holder is None and self.trajectories is None
 
+  @property
+  def queued(self) -> list[Trajectory]:
+    """The trajectories. Raises RuntimeError while they are not here."""
+    if self.trajectories is None:
+      raise RuntimeError(f"group {self.prompts[0].group} is not queued")
+    return self.trajectories
+
 
 class Ledger:
   """Keeps every group in exactly one place."""

@@ -1,5 +1,7 @@
 """Between parameters on a mesh and the regions of this process: what its devices need, and how it gets there."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -26,11 +28,11 @@ def placed(abstract: Params, blocks: Blocks) -> Params:
   in the host's memory: parameters are converted, where their type differs, and moved one after the other.
   """
 
-  def place(path, leaf) -> jax.Array:
+  def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     name = path_name(path)
     ready: Blocks = {}
 
-    def part(index) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:  # an Index; JAX's types allow None, which JAX never gives
       region = region_at(name, leaf.shape, index)
       if region not in ready:  # several devices may hold the same
         ready[region] = np.asarray(blocks.pop(region), leaf.dtype)

@@ -32,7 +32,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from estr_jax.objective.losses import bands, centering, clips, entropy_scaled, weights
 from estr_jax.objective.losses.entropy_scaled import SCORES
@@ -108,14 +107,14 @@ METHODS: dict[str, Method] = {
 LOSSES: dict[str, Loss] = {name: method.loss for name, method in METHODS.items()}
 
 
-def keywords(loss: Loss) -> list[str]:
-  """The names of a loss's hyper-parameters."""
+def keywords(loss: Callable[..., Any]) -> list[str]:
+  """The names of the hyper-parameters of a loss, or of its score."""
   return [p.name for p in inspect.signature(loss).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
 def own_values(name: str, keys: Mapping[str, Any]) -> Mapping[str, Any]:
   """What the `loss` keys of a config hold for one loss alone; many have nothing."""
-  return keys[name] if name in keys else {}
+  return keys.get(name, {})
 
 
 def arguments(name: str, loss: Loss, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,10 +136,14 @@ def needs(loss: Loss, name: str) -> bool:
 
   Found by tracing it without that: the code of the loss is the only place that says so.
   """
-  token = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-  integer, boolean = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1, 1), jnp.bool_)
+
+  def of(dtype: str, *more: int) -> Any:
+    """What stands for a jax.Array."""
+    return jax.ShapeDtypeStruct((1, 1, *more), dtype)
+
+  token, integer, boolean = of("float32"), of("int32"), of("bool")
   given = dict.fromkeys(("proximal", "reference", "entropy"), token)
-  given |= {"vocabulary": jax.ShapeDtypeStruct((1, 1, 2), jnp.float32), name: None}
+  given |= {"vocabulary": of("float32", 2), name: None}
   policy = Scores(token, given["entropy"], given["entropy"], given["vocabulary"])
   batch = Batch(
     tokens=integer,

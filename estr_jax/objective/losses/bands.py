@@ -29,7 +29,7 @@ def icepop(
   if edge == "proximal":
     log_b = log_behaviour_ratio(batch)
     keep_BT = trust_regions.ratio_band(log_b, low=low, high=high)
-    weight_BT = bounded_exp(jnp.where(keep_BT, log_b, 0.0))
+    weight_BT: composition.Number = bounded_exp(jnp.where(keep_BT, log_b, 0.0))
   else:
     keep_BT = trust_regions.ratio_band(log_ratio(policy.logprob, batch, edge), low=low, high=high)
     weight_BT = 1.0

@@ -10,7 +10,7 @@ from estr_jax.objective.surrogates import clipped_surrogate
 from estr_jax.objective.triangle import log_ratio
 from estr_jax.structs import Batch, Scores, TokenLoss
 
-_Number = jax.Array | float
+Number = jax.Array | float
 
 
 def usable(batch: Batch, *values_BT: jax.Array) -> jax.Array:
@@ -34,10 +34,10 @@ def clipped(
   *,
   edge: str,
   keep_BT: jax.Array | bool = True,
-  weight_BT: _Number = 1.0,
-  clip_low: _Number,
-  clip_high: _Number,
-  dual: _Number = jnp.inf,
+  weight_BT: Number = 1.0,
+  clip_low: Number,
+  clip_high: Number,
+  dual: Number = jnp.inf,
 ) -> TokenLoss:
   """-keep x weight x min(r A, clip(r) A) with r on `edge`; `weight_BT` is a constant and finite where kept."""
   delta, there_BT = safe_log_ratio(policy, batch, edge)
@@ -57,10 +57,10 @@ def shaped(
   batch: Batch,
   *,
   keep_BT: jax.Array,
-  weight_BT: _Number = 1.0,
-  clip_low: _Number = jnp.inf,
-  clip_high: _Number = jnp.inf,
-  dual: _Number = jnp.inf,
+  weight_BT: Number = 1.0,
+  clip_low: Number = jnp.inf,
+  clip_high: Number = jnp.inf,
+  dual: Number = jnp.inf,
 ) -> TokenLoss:
   """`clipped` for a log-ratio of the caller's, finite where kept: of a sequence, or of an edge that moves."""
   objective, clip_BT = clipped_surrogate(
@@ -70,7 +70,7 @@ def shaped(
 
 
 def reinforce(
-  policy: Scores, batch: Batch, *, keep_BT: jax.Array, weight_BT: _Number, bounded_BT: jax.Array | bool = False
+  policy: Scores, batch: Batch, *, keep_BT: jax.Array, weight_BT: Number, bounded_BT: jax.Array | bool = False
 ) -> TokenLoss:
   """-keep x sg(weight) x A log pi: a constant weight on the score function; `bounded_BT` marks cut weights."""
   logprob_BT = jnp.where(keep_BT, policy.logprob, 0.0)

@@ -6,6 +6,8 @@ The mask lives on pi / mu whatever edge the clip takes. SCORES gives S of each m
 tau can be calibrated.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -34,7 +36,7 @@ def power_score(policy: Scores, batch: Batch, *, eps: float, power: float) -> ja
   return trust_regions.scaled_square(_delta(policy, batch), batch.entropy, eps=eps, power=power)
 
 
-SCORES = {
+SCORES: dict[str, Callable[..., jax.Array]] = {  # (policy, batch, **hyper) -> S, f32 [B, T]
   "estr": score,
   "estr_learner_entropy": learner_entropy_score,
   "estr_gini": gini_score,
@@ -162,6 +164,8 @@ def _delta(policy: Scores, batch: Batch) -> jax.Array:
   return jax.lax.stop_gradient(log_ratio(policy.logprob, batch, "direct"))
 
 
-def _masked(policy, batch, score_BT, *, edge, tau, clip_low, clip_high) -> TokenLoss:
+def _masked(
+  policy: Scores, batch: Batch, score_BT: jax.Array, *, edge: str, tau: float, clip_low: float, clip_high: float
+) -> TokenLoss:
   keep_BT = trust_regions.at_most(score_BT, tau)
   return composition.clipped(policy, batch, edge=edge, keep_BT=keep_BT, clip_low=clip_low, clip_high=clip_high)

@@ -241,7 +241,16 @@ def _importance(policy: Scores, batch: Batch, edge: str, scope: _Scope) -> tuple
   return of_scope(log_rho, there_BT, batch.segment), there_BT
 
 
-def _weighted(policy, batch, edge, keep_BT, weight_BT, bounded_BT, clip_low, clip_high) -> TokenLoss:
+def _weighted(
+  policy: Scores,
+  batch: Batch,
+  edge: str,
+  keep_BT: jax.Array,
+  weight_BT: jax.Array,
+  bounded_BT: jax.Array | bool,
+  clip_low: float,
+  clip_high: float,
+) -> TokenLoss:
   if edge == "direct":
     return composition.reinforce(policy, batch, keep_BT=keep_BT, weight_BT=weight_BT, bounded_BT=bounded_BT)
   token_loss = composition.clipped(
