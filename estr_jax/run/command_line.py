@@ -24,7 +24,7 @@ def define_config() -> None:
 
 def config_name() -> str:
   """The config file as the command line named it, argument included."""
-  return flags.FLAGS["config"].config_filename
+  return config_flags.get_config_filename(flags.FLAGS["config"])
 
 
 def parse(argv: Sequence[str], define: Callable[[], None], program: str) -> None:

@@ -56,8 +56,12 @@ def folder_of(settings: Settings) -> Path | None:
 
 
 def tokenizer_of(settings: Settings) -> Tokenizer:
-  folder = folder_of(settings)
-  return CharTokenizer(settings.task.alphabet) if folder is None else FolderTokenizer(folder)
+  folder, task = folder_of(settings), settings.task
+  if folder is not None:
+    return FolderTokenizer(folder)
+  if task.alphabet is None:
+    raise UserError(f"task.name={task.name} speaks to a chat model and model.folder is empty")
+  return CharTokenizer(task.alphabet)
 
 
 def model_of(settings: Settings, tokenizer: Tokenizer | None) -> DecoderConfig:

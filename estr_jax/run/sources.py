@@ -99,8 +99,9 @@ def _participants(broker: Broker | None) -> dict:
   """On every process of the group; `broker` is that of the first."""
 
   def farewell() -> dict:
-    broker.farewell(_FAREWELL_S)
-    return broker.stats()
+    leading = _of_leader(broker)
+    leading.farewell(_FAREWELL_S)
+    return leading.stats()
 
   stats = hosts.lead(farewell)
   pids = {name: member["pid"] for name, member in stats["samplers"].items()}
@@ -120,10 +121,16 @@ def _served(settings: Settings, broker: Broker | None, store: WeightStore, descr
   _, *others = hosts.gather(made and reachable(made[0].address))
   hosts.lead(
     lambda: made.append(
-      serve(address, broker, store, description=description, other_hosts=others, tls=tls, token=token)
+      serve(address, _of_leader(broker), store, description=description, other_hosts=others, tls=tls, token=token)
     )
   )
   return made[0]
+
+
+def _of_leader(broker: Broker | None) -> Broker:
+  if broker is None:
+    raise RuntimeError("the learner's first process has no broker")
+  return broker
 
 
 def reachable(address: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 
 from estr_jax.learner import batching, optimizer, step
@@ -55,13 +56,11 @@ def update_of(settings: Settings, model: DecoderConfig, mesh: Mesh) -> Update:
     """Every process has the whole batch, and takes the rows of its devices."""
     return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(rows, leaf, leaf.shape), batch)
 
-  anchors = tuple(name for name in ("proximal", "reference") if objective.reads(name, hyper))
-  score_step = step.make_score_step(model, **shared) if anchors else None
+  read = [name for name in ("proximal", "reference") if objective.reads(name, hyper)]
+  anchors = dict.fromkeys(read, step.make_score_step(model, **shared)) if read else {}
   make_score = functools.partial(step.make_score_step, model, **shared, entropy=objective.reads("entropy", hyper))
   return Update(
-    learner=Learner(
-      assemble, place, train_step, hyper, score_step, anchors, calibration_of(settings, hyper, make_score)
-    ),
+    learner=Learner(assemble, place, train_step, hyper, anchors, calibration_of(settings, hyper, make_score)),
     abstract=step.abstract_state(model, rule, mesh),
     init=functools.partial(step.init_state, model, rule, mesh=mesh, entropy_coefficient=c.loss.entropy.coefficient),
   )
@@ -88,7 +87,7 @@ def objective_of(settings: Settings) -> tuple[step.Objective, step.Hyper]:
   return objective, step.Hyper(numbers, *map(np.float32, scalars))
 
 
-def optimizer_of(settings: Settings):
+def optimizer_of(settings: Settings) -> optax.GradientTransformation:
   """The Optax rule."""
   o = settings.config.optimizer
   return optimizer.make(

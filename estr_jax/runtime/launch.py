@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from estr_jax.errors import Killed, UserError
 from estr_jax.observe.writers import write_json
@@ -150,8 +151,9 @@ class _Children:
         start_new_session=True,
       )
     with contextlib.suppress(BrokenPipeError):  # it has ended already, which is seen when it is looked at
-      process.stdin.write(len(self._job).to_bytes(_LENGTH, "little") + self._job)
-      process.stdin.flush()
+      pipe = _stdin(process)
+      pipe.write(len(self._job).to_bytes(_LENGTH, "little") + self._job)
+      pipe.flush()
     return process
 
   def _log(self, role: str) -> Path:
@@ -194,7 +196,7 @@ class _Children:
           child.process.kill()
           child.process.wait()
       with contextlib.suppress(BrokenPipeError):
-        child.process.stdin.close()
+        _stdin(child.process).close()
     os.close(self._fault)
 
 
@@ -238,6 +240,12 @@ def _signals(interrupted: threading.Event) -> Iterator[None]:
   finally:
     for name, handler in before.items():
       signal.signal(name, handler)
+
+
+def _stdin(process: subprocess.Popen) -> IO[bytes]:
+  if process.stdin is None:
+    raise RuntimeError(f"process {process.pid} was started without a pipe to its standard input")
+  return process.stdin
 
 
 def _wait(process: subprocess.Popen, seconds: float) -> bool:

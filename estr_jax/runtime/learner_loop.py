@@ -17,7 +17,7 @@ from estr_jax.objective.calibration import quantile_threshold
 from estr_jax.observe.terminal import View
 from estr_jax.observe.writers import Row, to_row
 from estr_jax.runtime.rollouts import Groups, Rollouts
-from estr_jax.structs import Batch, Mean, Params, TrainState, Weights
+from estr_jax.structs import Batch, Metric, Params, TrainState, Weights, histogram_of, mean_of
 
 Evaluate = Callable[[Weights, int], Mapping[str, float]]  # (weights, held-out prompts) -> eval/* metrics
 
@@ -47,8 +47,8 @@ class Learner:
   place: Callable[[Batch], Batch]  # onto the mesh
   train_step: step.TrainStep
   hyper: step.Hyper
-  score_step: step.ScoreStep | None  # where the objective asks for an anchor
-  anchors: tuple[str, ...]  # "proximal", "reference": what the objective reads of the batch besides the record
+  # "proximal", "reference": what the objective reads of the batch besides the record, by what computes it
+  anchors: Mapping[str, step.ScoreStep]
   calibration: Calibration | None
 
   def tau(self) -> float | None:
@@ -118,11 +118,12 @@ def learner_loop(
       view.phase("compiling the train step")
     batch = learner.place(learner.assemble(groups, version))
     policies = {"proximal": state.params, "reference": reference}
-    anchors = {name: learner.score_step(policies[name], batch) for name in learner.anchors}
+    anchors = {name: score(policies[name], batch) for name, score in learner.anchors.items()}
     batch = dataclasses.replace(batch, **anchors)
     metrics = batching.staleness(groups, version)
     if learner.calibration is not None and learner.tau() is None:
-      learner = _calibrated(learner, state.params, batch, metrics["staleness/token_histogram"], version, view)
+      tau = _calibrated(learner.calibration, state.params, batch, metrics, version, view)
+      learner = learner if tau is None else learner.with_tau(tau)
     state, device_metrics = learner.train_step(state, batch, learner.hyper)
     metrics |= jax.device_get(device_metrics)
     trained = time.monotonic()
@@ -137,14 +138,15 @@ def learner_loop(
     weights = Weights(version, copy(state.params))
     rollouts.publish(weights)
     published = time.monotonic()
-    metrics |= _derived(metrics) | rollouts.metrics()
-    if learner.tau() is not None:
-      metrics["loss/tau"] = learner.tau()
+    tokens = float(mean_of(metrics, "rollout/length").total)
+    derived = diagnostics.derive(metrics) if "policy/ratio" in metrics else {}
+    metrics |= {"policy/tokens": tokens, **derived, **rollouts.metrics()}
+    if (tau := learner.tau()) is not None:
+      metrics["loss/tau"] = tau
     last = version == schedule.steps
     if last or (schedule.eval_every and version % schedule.eval_every == 0):
       metrics |= evaluate(weights, schedule.eval_prompts if last else schedule.eval_every_prompts)
     now = time.monotonic()
-    tokens = metrics["policy/tokens"]
     metrics |= {
       "time/step_s": now - ended,
       "time/wait_rollouts_s": taken - began,
@@ -164,37 +166,30 @@ def learner_loop(
 
 
 def _calibrated(
-  learner: Learner, params: Params, batch: Batch, staleness_histogram: np.ndarray, version: int, view: View
-) -> Learner:
-  """The learner with its tau, if this is the batch that gives it."""
-  calibration, tokens = learner.calibration, staleness_histogram.sum()
-  stale = tokens - staleness_histogram[0]
+  calibration: Calibration, params: Params, batch: Batch, metrics: Mapping[str, Metric], version: int, view: View
+) -> float | None:
+  """Tau, if this is the batch that gives it; `metrics` has its staleness."""
+  histogram = histogram_of(metrics, "staleness/token_histogram")
+  tokens, stale = histogram.sum(), histogram[1:].sum()
   if version < calibration.first_version or stale == 0 or stale < calibration.stale_share * tokens:
-    return learner
+    return None
   score_BT, mask_BT = hosts.whole((calibration.score_step(params, batch), batch.mask))
   tau = quantile_threshold(score_BT, mask_BT, calibration.fraction)
   if tau < _ROUNDING:
-    return learner
+    return None
   view.phase("tau is found", detail=f"{tau:.3g} masks {calibration.fraction:.2%} of the batch of version {version}")
-  return learner.with_tau(tau)
+  return tau
 
 
-def _check_finite(metrics: Mapping[str, Mean | np.ndarray], version: int) -> None:
+def _check_finite(metrics: Mapping[str, Metric], version: int) -> None:
   """Raises UserError before weights that are not finite are published or saved."""
   for name in ("loss/objective", "optimizer/gradient_norm"):
-    value = float(metrics[name].value())
+    value = float(mean_of(metrics, name).value())
     if not np.isfinite(value):
       raise UserError(
         f"{name} is {value} in the update to version {version}: training has diverged; start anew in another --workdir "
         "with a lower optimizer.learning_rate or a tighter trust region"
       )
-
-
-def _derived(metrics: Mapping[str, Mean | np.ndarray]) -> dict[str, float | np.ndarray]:
-  """Metrics that are functions of means and not means themselves."""
-  length = metrics["rollout/length"]
-  derived = {"policy/tokens": float(length.total)}
-  return derived | (diagnostics.derive(metrics) if "policy/ratio" in metrics else {})
 
 
 def before_and_after(rows: list[Row]) -> dict[str, dict[str, float]]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -126,7 +126,12 @@ class RemoteRollouts:
     self._deadline_s, self._on_wait = deadline_s, on_wait
     self._cast = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(weights_dtype), params))
     self._sampled = Rate()
-    self._last = {"sampler_waited_s": 0.0, "accepted_length": Mean(0, 0), "generated_length": Mean(0, 0)}
+    # As of `Broker.stats`.
+    self._last: dict[str, Any] = {
+      "sampler_waited_s": 0.0,
+      "accepted_length": Mean(0, 0),
+      "generated_length": Mean(0, 0),
+    }
 
   def take(self, version: int) -> Groups:
     deadline = time.monotonic() + self._deadline_s
@@ -136,6 +141,8 @@ class RemoteRollouts:
     return groups
 
   def _look(self, version: int, deadline: float) -> Groups | None:
+    if self._broker is None:
+      raise RuntimeError("the learner's first process has no broker")
     try:
       return self._broker.take(version, _LOOK_S)
     except NotReady as reason:

@@ -14,7 +14,7 @@ from estr_jax import hosts
 from estr_jax.errors import UserError
 from estr_jax.model.decoder import DecoderConfig, abstract_params
 from estr_jax.model.sharding import shardings
-from estr_jax.rollout_queue.broker import StaleIncarnation
+from estr_jax.rollout_queue.broker import Lease, StaleIncarnation
 from estr_jax.sampler.engine import Engine
 from estr_jax.structs import NO_VERSION, Params, Prompt, Trajectory, Weights
 from estr_jax.weights.fetch import WeightSource
@@ -165,6 +165,33 @@ class _Work:
     return cls(collections.deque(), {}, {})
 
 
+class _Learner:
+  """What every process of a group hears of the learner: the first asks, and tells the others what it was told."""
+
+  def __init__(self, client: Client | None):
+    """`client` is that of the first process."""
+    self._client = client
+
+  def join(self) -> Membership:
+    hosts.lead(lambda: self._asked().join())
+    return hosts.lead(lambda: self._asked().membership())
+
+  def lease(self, max_groups: int, wait_s: float) -> Lease:
+    return hosts.lead(lambda: self._asked().lease(max_groups, wait_s))
+
+  def put(self, trajectories: list[Trajectory]) -> None:
+    hosts.lead(lambda: self._asked().put(trajectories))
+
+  def holds(self, version: int, waited_s: float) -> None:
+    if self._client is not None:
+      self._client.holds(version, waited_s)
+
+  def _asked(self) -> Client:
+    if self._client is None:
+      raise RuntimeError("the sampler's first process has no client")
+    return self._client
+
+
 def sampler_loop(
   engine: Engine,
   client: Client | None,
@@ -191,17 +218,16 @@ def sampler_loop(
   Raises:
     UserError: the learner does not answer, or refuses this sampler.
   """
-  status = Status()
+  status, learner = Status(), _Learner(client)
   fetcher = None
   try:
     while True:
-      hosts.lead(lambda: client.join())
-      membership = hosts.lead(lambda: client.membership())
+      membership = learner.join()
       if fetcher is None and client is not None:
         client.start_beats(status.report)
       fetcher = Fetcher(source(membership), abstract)
       try:
-        _sample(engine, client, fetcher, status, group_size, deadline_s)
+        _sample(engine, learner, fetcher, status, group_size, deadline_s)
         return
       except StaleIncarnation:
         engine.drop_all()
@@ -215,30 +241,30 @@ def sampler_loop(
 
 
 def _sample(
-  engine: Engine, client: Client | None, fetcher: Fetcher, status: Status, group_size: int, deadline_s: float
+  engine: Engine, learner: _Learner, fetcher: Fetcher, status: Status, group_size: int, deadline_s: float
 ) -> None:
-  engine.set_weights(_wait_for_weights(0, fetcher, status, deadline_s))
+  weights = _wait_for_weights(0, fetcher, status, deadline_s)
   work = _Work.nothing()
   while True:
-    engine.set_weights(fetcher.newest())
-    if client is not None:
-      client.holds(engine.version, status.waited_s)
+    weights = fetcher.newest() or weights
+    engine.set_weights(weights)
+    learner.holds(weights.version, status.waited_s)
     idle = engine.free == engine.slots
-    if idle and engine.version < work.needs:
-      engine.set_weights(_wait_for_weights(work.needs, fetcher, status, deadline_s))
+    if idle and weights.version < work.needs:
+      weights = _wait_for_weights(work.needs, fetcher, status, deadline_s)
+      engine.set_weights(weights)
     room = engine.free - len(work.waiting)
-    if room > 0 and engine.version >= work.needs:
+    if room > 0 and weights.version >= work.needs:
       if idle and not work.waiting:
         status.set("waiting")
-      asked = (-(-room // group_size), _IDLE_WAIT_S if idle and not work.waiting else 0.0)
-      lease = hosts.lead(lambda asked=asked: client.lease(*asked))
+      lease = learner.lease(-(-room // group_size), _IDLE_WAIT_S if idle and not work.waiting else 0.0)
       if lease.finished:
         return
       for prompts in lease.groups:
         work.needs = max(work.needs, lease.version)
         work.sizes[prompts[0].group] = len(prompts)
         work.waiting.extend(prompts)
-    if engine.version >= work.needs:
+    if weights.version >= work.needs:
       engine.admit([work.waiting.popleft() for _ in range(min(engine.free, len(work.waiting)))])
     if not engine.can_move():
       continue
@@ -247,7 +273,7 @@ def _sample(
       group = trajectory.group
       work.done.setdefault(group, []).append(trajectory)
       if len(work.done[group]) == work.sizes[group]:
-        hosts.lead(lambda group=group: client.put(work.done[group]))
+        learner.put(work.done[group])
         del work.sizes[group], work.done[group]
 
 
