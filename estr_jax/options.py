@@ -40,7 +40,7 @@ class Range:
     """What is wrong with a value, as "must be above 0"; None where nothing is."""
     if self.infinite and value == math.inf:
       return None
-    if not _in_float32(value):
+    if not in_float32(value):
       return "must be a finite number that float32 holds"
     inside = (
       (self.above is None or value > self.above)
@@ -51,7 +51,7 @@ class Range:
     return None if inside else f"must be {self.said()}"
 
 
-def _in_float32(value: float) -> bool:
+def in_float32(value: float) -> bool:
   """Whether the number survives its way to the device: no NaN, no overflow, nothing that is rounded to 0."""
   limits = np.finfo(np.float32)
   return value == 0 or float(limits.tiny) <= abs(value) <= float(limits.max)
@@ -93,15 +93,15 @@ class Key:
     """What is wrong with a value, as a whole sentence; None where nothing is."""
     if self.choices:
       return complaint_of_choice(name, value, self.choices)
-    if self.word is not None and self.word.fits(value):
+    if isinstance(self.default, bool | str) or (self.word is not None and self.word.fits(value)):
       return None
-    if isinstance(self.default, bool | str):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    wrong = self.range.complaint(value) if is_number else "is no number"
+    if wrong is None:
       return None
-    if isinstance(value, bool | str):
-      other = f" nor {self.word.said}" if self.word is not None else ""
-      return f"{name}={value} is no number{other}"
-    wrong = self.range.complaint(value)
-    return None if wrong is None else f"{name}={value} {wrong}"
+    if self.word is None or (is_number and not in_float32(value)):
+      return f"{name}={value} {wrong}"
+    return f"{name}={value} is neither a number {self.range.said()}, nor {self.word.said}"
 
 
 Keys = dict[str, Key]  # by dotted name

@@ -56,7 +56,10 @@ def test_overrides_may_be_flat_or_nested():
     ({"model.qk_norm": 3}, "model.qk_norm=3 is of another type"),
     ({"loss": 3}, "unknown config key loss; the nearest known one is"),
     ({"staleness": {"maxx": 3}}, r"staleness\.maxx; the nearest known one is staleness\.max"),
-    ({"loss.estr.tau": "calibrate:2"}, "is no number nor calibrate:FRACTION with a fraction between 0 and 1"),
+    (
+      {"loss.estr.tau": "calibrate:2"},
+      "is neither a number above 0, or inf, nor calibrate:FRACTION with a fraction between 0",
+    ),
     (
       {"loss.kpop.phi": 0.2},
       "loss.kpop.phi=0.2 has no effect while loss.name is not kpop; leave it at its default, 0.1",
@@ -169,7 +172,7 @@ def test_a_number_with_a_word():
   """Fails if the word is refused, or anything else passes as one."""
   key = Key(1.0, "a bound", POSITIVE, word=Word("none", lambda value: value == "none"))
   assert key.complaint("k", "none") is None and key.complaint("k", 2.0) is None
-  assert key.complaint("k", "nine") == "k=nine is no number nor none"
+  assert key.complaint("k", "nine") == "k=nine is neither a number above 0, nor none"
   assert key.complaint("k", True) is not None
 
 
