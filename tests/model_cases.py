@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from estr_jax.model import decoder
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 
 LLAMA = DecoderConfig(
   vocab_size=28,

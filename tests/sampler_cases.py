@@ -7,13 +7,14 @@ import jax
 import numpy as np
 
 from estr_jax.model import decoder
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.tokenizers import CharTokenizer
 from estr_jax.sampler.engine import Engine, Sampling
 from estr_jax.structs import Prompt, Weights
 from estr_jax.tasks.task import Task
 
 TOKENIZER = CharTokenizer("abcdx$")
-MODEL = decoder.DecoderConfig(
+MODEL = DecoderConfig(
   vocab_size=TOKENIZER.vocab_size,
   width=16,
   layers=2,

@@ -10,6 +10,7 @@ import tokenizers
 from configs import default, quickstart, recipes, smollm2_sums
 from configs.paper import browsecomp_plus, dapo_math, gsm8k_multiturn
 from estr_jax.model import decoder, hf
+from estr_jax.model.config import DecoderConfig
 from estr_jax.observe.terminal import View
 from estr_jax.observe.writers import read
 from estr_jax.run import learner, options
@@ -34,7 +35,7 @@ def chat_folder(tmp_path_factory):
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = tokenizers.decoders.ByteLevel()
   tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-  model = decoder.DecoderConfig(
+  model = DecoderConfig(
     vocab_size=tokenizer.get_vocab_size(),
     width=16,
     layers=2,

@@ -14,7 +14,7 @@ from processes import on_eight_devices
 
 from estr_jax.errors import UserError
 from estr_jax.model import decoder, hf
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 
 TESTS = Path(__file__).parent
 ENV = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
@@ -70,12 +70,13 @@ _PEAK = r"""
 import json, re, sys
 import jax, jax.numpy as jnp
 from estr_jax.model import decoder, hf
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.sharding import make_mesh, shardings
 
 def peak():  # not ru_maxrss, which a process inherits from the one that started it
   return int(re.search(r"VmHWM:\s+(\d+) kB", open("/proc/self/status").read()).group(1)) * 1024
 
-config = decoder.DecoderConfig(**hf.read_config(sys.argv[1]))
+config = DecoderConfig(**hf.read_config(sys.argv[1]))
 places = shardings(decoder.abstract_params(config), make_mesh(dict.fromkeys(("data", "fsdp", "tensor", "expert"), 1)))
 jax.jit(jnp.sin)(jnp.ones(8)).block_until_ready()
 before = peak()

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from estr_jax.errors import UserError
 from estr_jax.learner.optimizer import learning_rate
 from estr_jax.model import decoder
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.moe import Routed, load_balance, load_metrics
 from estr_jax.model.sharding import BATCH_SPEC, batch_shards, shardings
 from estr_jax.objective.aggregation import AGGREGATIONS, reduce

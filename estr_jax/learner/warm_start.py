@@ -18,7 +18,7 @@ from estr_jax import hosts
 from estr_jax.errors import UserError
 from estr_jax.learner import checkpoint, optimizer
 from estr_jax.learner.step import score_tokens
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.sharding import shardings
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.structs import Params

@@ -24,7 +24,7 @@ import safetensors
 import safetensors.numpy
 
 from estr_jax.errors import UserError
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.hf_config import check_same, read_config, read_json, settings, source_settings
 from estr_jax.structs import Params
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from estr_jax.errors import UserError
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 
 # What must be there. Qwen3 gives no default for head_dim that follows from the others.
 SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")

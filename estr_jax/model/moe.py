@@ -8,7 +8,7 @@ Letters: N tokens of a device, E experts, k experts a token, R = N k rows, D mod
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.struct
 import jax
@@ -19,11 +19,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from estr_jax.errors import UserError
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.sharding import BATCH_AXES, batch_shards
 from estr_jax.structs import Mean
-
-if TYPE_CHECKING:
-  from estr_jax.model.decoder import DecoderConfig
 
 
 @flax.struct.dataclass
@@ -201,7 +199,7 @@ def route(
 class Mixture(nnx.Module):
   """Router and experts; the feed-forward layer of a sparse model."""
 
-  def __init__(self, config: "DecoderConfig", rngs: nnx.Rngs):
+  def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
     c = config
     normal = nnx.initializers.normal(0.02)
     self.router = nnx.Linear(c.width, c.experts, use_bias=False, kernel_init=normal, rngs=rngs)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from estr_jax.model import decoder
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.planning.hlo import Memory
 
 _FLOAT = 4  # of parameters, their gradient and each moment of the optimizer

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from estr_jax.errors import UserError
 from estr_jax.model import decoder, sharding
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.planning import compiler, estimates, flops, hlo, programs, report, roofline
 from estr_jax.planning.chips import Slice
 from estr_jax.planning.hlo import Memory

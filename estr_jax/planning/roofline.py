@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from estr_jax.model import decoder
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.sharding import path_name
 from estr_jax.planning.chips import Slice, span_bandwidth
 from estr_jax.planning.hlo import Traffic

@@ -20,7 +20,7 @@ from estr_jax.learner.batching import assemble
 from estr_jax.learner.checkpoint import restore_params
 from estr_jax.learner.step import score_tokens
 from estr_jax.model import decoder, sharding
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.objective.losses import Loss, Method
 from estr_jax.objective.triangle import MissingInput

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from estr_jax.errors import UserError
 from estr_jax.model import hf, sharding
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.keys import MODEL
 from estr_jax.model.tokenizers import CharTokenizer, FolderTokenizer, Tokenizer
 from estr_jax.run.options import Settings

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from estr_jax import hosts
 from estr_jax.lab.staleness import OnPolicy, Simulated
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.observe.terminal import View
 from estr_jax.rollout_queue.broker import Broker

@@ -7,7 +7,7 @@ import numpy as np
 
 from estr_jax.learner import warm_start
 from estr_jax.model import decoder, hf
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.observe.terminal import View
 from estr_jax.run import parts

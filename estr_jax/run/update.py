@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from estr_jax.learner import batching, optimizer, step
 from estr_jax.model import sharding
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.objective.keys import first_calibration
 from estr_jax.objective.losses import SCORES, keywords
 from estr_jax.run.options import Settings

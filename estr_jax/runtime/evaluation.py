@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.sampler.engine import Engine, Sampling
 from estr_jax.sampler.rollout import rollout

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from estr_jax import hosts
 from estr_jax.errors import UserError
-from estr_jax.model.decoder import DecoderConfig, abstract_params
+from estr_jax.model.config import DecoderConfig
+from estr_jax.model.decoder import abstract_params
 from estr_jax.model.sharding import shardings
 from estr_jax.rollout_queue.broker import Lease, StaleIncarnation
 from estr_jax.sampler.engine import Engine

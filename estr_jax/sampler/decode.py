@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from estr_jax.model import decoder
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.moe import Routed
 from estr_jax.model.sharding import BATCH_AXES
 from estr_jax.objective import scoring
@@ -66,7 +67,7 @@ def _placed(slots: Slots, mesh: Mesh | None) -> Slots:
   jax.jit, static_argnames=("config", "slots", "context", "record_vocabulary", "record_routing", "mesh")
 )
 def empty(
-  config: decoder.DecoderConfig,
+  config: DecoderConfig,
   slots: int,
   context: int,
   *,
@@ -109,7 +110,7 @@ def _record_experts(
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="slots")
 def feed(
-  config: decoder.DecoderConfig,
+  config: DecoderConfig,
   params: Params,
   slots: Slots,
   rows_R: jax.Array,
@@ -210,7 +211,7 @@ def share(
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature", "steps", "mesh"), donate_argnames="slots")
 def decode(
-  config: decoder.DecoderConfig,
+  config: DecoderConfig,
   params: Params,
   version: jax.Array,
   slots: Slots,
@@ -295,7 +296,7 @@ def decode(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="slots")
-def rebuild(config: decoder.DecoderConfig, params: Params, slots: Slots, *, mesh: Mesh | None = None) -> Slots:
+def rebuild(config: DecoderConfig, params: Params, slots: Slots, *, mesh: Mesh | None = None) -> Slots:
   """Recomputes every slot's keys and values under new weights.
 
   The recorded experts stay: like the log-probs, they are those of the policy that sampled.

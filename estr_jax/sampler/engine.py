@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from estr_jax.errors import UserError
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.sharding import batch_shards
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.sampler import decode

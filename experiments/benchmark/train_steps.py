@@ -9,7 +9,7 @@ import numpy as np
 
 from estr_jax.learner import optimizer, step
 from estr_jax.model import decoder
-from estr_jax.model.decoder import DecoderConfig
+from estr_jax.model.config import DecoderConfig
 from estr_jax.model.sharding import make_mesh
 from estr_jax.objective.losses import LOSSES
 from estr_jax.structs import Batch
