@@ -95,11 +95,13 @@ class Key:
       return complaint_of_choice(name, value, self.choices)
     if isinstance(self.default, bool | str) or (self.word is not None and self.word.fits(value)):
       return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    wrong = self.range.complaint(value) if is_number else "is no number"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+      wrong, lost = self.range.complaint(value), not in_float32(value)
+    else:
+      wrong, lost = "is no number", False
     if wrong is None:
       return None
-    if self.word is None or (is_number and not in_float32(value)):
+    if self.word is None or lost:
       return f"{name}={value} {wrong}"
     return f"{name}={value} is neither a number {self.range.said()}, nor {self.word.said}"
 
