@@ -1,4 +1,4 @@
-"""How a config key is declared: its default, meaning, unit, bounds, choices, and when it has no effect, all in one place.
+"""How a config key is declared: default, meaning, unit, bounds, choices and when it has no effect, all in one place.
 
 Each room declares the keys that it obeys in its own `keys.py`, with the rules between them; `run.options` puts them
 together. The keys of a loss are declared by the loss: `keys_of` reads them off its signature and its docstring.

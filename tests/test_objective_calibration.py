@@ -103,7 +103,9 @@ def test_what_tau_may_be():
 )
 def test_what_tau_may_not_be(tau):
   """Kills: a traceback, or a run with a tau that nobody meant."""
-  with pytest.raises(UserError, match=r"loss\.estr\.tau=.* is neither a number above 0, or inf, nor calibrate:FRACTION"):
+  with pytest.raises(
+    UserError, match=r"loss\.estr\.tau=.* is neither a number above 0, or inf, nor calibrate:FRACTION"
+  ):
     asked(tau)
 
 
