@@ -525,6 +525,13 @@ LOSSES = {
   )
 }
 
+# Whose keep is all that has a ratio, and, some in one form only, on what no bound acts: tests count both.
+NOTHING_DROPPED = {
+  *("estr_soft", "ppo", "dual_clip", "gspo", "gmpo", "sapo", "sat", "bandpo", "gapo", "kl_cov", "tis", "decoupled"),
+  *("a3po", "cispo", "gipo", "vespo", "vcpo", "asympo", "stare", "score_centering"),
+}
+NOTHING_CLIPPED = {"ipo", "trm-k3", "asympo", "vespo", "mis-direct-token", "mis-direct-sequence", "score_centering-one"}
+
 
 # NaN and -inf are part of the batches; what they reach is dropped by `there`.
 QUIET = {"over": "ignore", "invalid": "ignore", "divide": "ignore"}
