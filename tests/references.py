@@ -525,7 +525,7 @@ LOSSES = {
   )
 }
 
-# Whose keep is all that has a ratio, and, some in one form only, on what no bound acts: tests count both.
+# What a loss cannot do: drop a token that has a ratio, or act on a ratio within its bounds; some in one form only.
 NOTHING_DROPPED = {
   *("estr_soft", "ppo", "dual_clip", "gspo", "gmpo", "sapo", "sat", "bandpo", "gapo", "kl_cov", "tis", "decoupled"),
   *("a3po", "cispo", "gipo", "vespo", "vcpo", "asympo", "stare", "score_centering"),

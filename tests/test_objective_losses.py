@@ -46,7 +46,6 @@ TRIED = {
   "score_centering.low": [0.9],
   "score_centering.high": [1.2],
 }
-# What a loss cannot do: drop a token that has a ratio, or act on a ratio within its bounds.
 
 
 def vary(name, form, seed) -> dict:
