@@ -16,7 +16,7 @@ def _number_or_word(value: float) -> FieldReference:
 
 def get_config() -> ConfigDict:
   c = ConfigDict()
-  c.seed = 0  # of prompts, new weights, sampling and evaluation [at least 0, below 4,294,967,296]
+  c.seed = 0  # seed of prompts, new weights, sampling and evaluation [at least 0, below 4,294,967,296]
   # async: learner and samplers are processes joined by gRPC. sync: one process, each batch sampled by the newest
   # weights. simulated: one process, each token sampled by the version that `staleness` asks for [one of async, sync,
   # simulated]
@@ -33,29 +33,31 @@ def get_config() -> ConfigDict:
   c.model.folder = ""
   # 0: as many as the tokenizer has; a plan for a shape without a folder needs it [tokens; at least 0]
   c.model.vocabulary = 0
-  c.model.width = 64  # of the residual stream [above 0]
-  c.model.layers = 2  # of the decoder [above 0]
-  c.model.heads = 4  # of queries [above 0]
-  c.model.kv_heads = 2  # of keys and values [above 0]
+  c.model.width = 64  # width of the residual stream [above 0]
+  c.model.layers = 2  # layers of the decoder [above 0]
+  c.model.heads = 4  # heads of the queries [above 0]
+  c.model.kv_heads = 2  # heads of the keys and values [above 0]
   c.model.head_dim = 16  # width of a head [above 0]
-  c.model.mlp_width = 192  # of a dense layer [above 0]
-  c.model.rope_theta = 10000.0  # base of the rotary positions [above 0]
+  c.model.mlp_width = 192  # width inside the MLP of a dense layer [above 0]
+  c.model.rope_theta = 10000.0  # base of the rotary positions (RoPE) [above 0]
   c.model.norm_eps = 1e-06  # added to the mean square in a norm [above 0]
   c.model.qkv_bias = False  # whether queries, keys and values have a bias
   c.model.qk_norm = True  # whether queries and keys are normed
   c.model.tied_head = True  # whether the head is the embedding
-  c.model.experts = 0  # of every layer, 0: dense layers of mlp_width [at least 0]
+  c.model.experts = 0  # experts of every layer; 0: dense layers of mlp_width [at least 0]
   c.model.experts_per_token = 0  # experts that a token goes through [at least 0]
-  c.model.expert_mlp_width = 0  # width of an expert [at least 0]
+  c.model.expert_mlp_width = 0  # width inside the MLP of an expert [at least 0]
   c.model.norm_topk_prob = False  # whether the weights of a token's experts sum to 1
-  c.model.dtype = "float32"  # of the computation; parameters and scoring are float32 [one of float32, bfloat16]
-  c.model.remat = "none"  # what the backward pass keeps of each layer [one of attention, dots, full, none]
+  c.model.dtype = "float32"  # type of the computation; parameters and scoring are float32 [one of float32, bfloat16]
+  # what the backward pass keeps of each layer; the rest is computed again [one of attention, dots, full, none]
+  c.model.remat = "none"
 
   c.warm_start = ConfigDict()
-  c.warm_start.steps = 0  # updates on the task's demonstrations, 0: none [updates; at least 0]
-  c.warm_start.batch = 64  # demonstrations of an update [above 0]
-  c.warm_start.learning_rate = 0.003  # of the supervised updates [above 0]
-  c.warm_start.demonstrations = 20000  # how many are made [above 0]
+  # supervised training on the task's demonstrations before the first update; 0: none [updates; at least 0]
+  c.warm_start.steps = 0
+  c.warm_start.batch = 64  # demonstrations of a supervised update [above 0]
+  c.warm_start.learning_rate = 0.003  # learning rate of the supervised updates [above 0]
+  c.warm_start.demonstrations = 20000  # how many demonstrations are made [above 0]
 
   c.loss = ConfigDict()
   # the method; docs/methods.md describes them [one of a3po, asympo, bandpo, cispo, clip_cov, decoupled, dppo_kl,
@@ -71,19 +73,22 @@ def get_config() -> ConfigDict:
   # how tokens are weighed; sequence_sum is over sampling.context [one of sequence_mean, sequence_sum, token_mean]
   c.loss.aggregation = "token_mean"
   c.loss.entropy = ConfigDict()
-  c.loss.entropy.coefficient = 0.0  # of a bonus on the learner's entropy, before the first update [at least 0]
-  # above 0 the coefficient is adapted, and acts only while the batch's recorded entropy is below this [nats; at least
-  # 0]
+  # coefficient of a bonus on the learner's entropy, before the first update [at least 0]
+  c.loss.entropy.coefficient = 0.0
+  # target of the entropy; above 0 the coefficient is adapted, and acts only while the batch's recorded entropy is below
+  # this [nats; at least 0]
   c.loss.entropy.target = 0.0
-  c.loss.entropy.step = 0.0001  # of the adapted coefficient in an update; Skywork-OR1's [above 0]
-  c.loss.entropy.largest = 0.005  # of the adapted coefficient; Skywork-OR1's [above 0]
+  c.loss.entropy.step = 0.0001  # by how much an update changes the adapted coefficient; Skywork-OR1's [above 0]
+  c.loss.entropy.largest = 0.005  # the adapted coefficient is at most this; Skywork-OR1's [above 0]
   c.loss.kl = ConfigDict()
-  c.loss.kl.coefficient = 0.0  # of a penalty on the KL from an anchor [at least 0]
-  c.loss.kl.estimator = "k2"  # as a loss only k2 has the gradient of KL(pi || anchor) [one of k1, k2, k3]
-  # reference: the weights before the first update. proximal: q. direct: mu [one of reference, proximal, direct]
+  c.loss.kl.coefficient = 0.0  # coefficient of a penalty on the KL from an anchor [at least 0]
+  # how the KL is estimated; as a loss only k2 has the gradient of KL(pi || anchor) [one of k1, k2, k3]
+  c.loss.kl.estimator = "k2"
+  # from what the KL is taken. reference: the weights before the first update. proximal: q. direct: mu [one of
+  # reference, proximal, direct]
   c.loss.kl.anchor = "reference"
-  # of a mixture of experts: times the mean over layers of experts x sum (share of choices x mean probability), which is
-  # 1 where the load is even; added to the loss [at least 0]
+  # of a mixture of experts: coefficient of a penalty on uneven load, the mean over layers of experts x sum (share of
+  # choices x mean probability), which is 1 where the load is even [at least 0]
   c.loss.router_balance = 0.0
   c.loss.estr = ConfigDict()
   # the largest S that is kept; ours. [above 0, or inf; or calibrate:FRACTION with a fraction between 0 and 1]
@@ -221,15 +226,15 @@ def get_config() -> ConfigDict:
   c.batch.microbatches = 1  # parts in which a batch's gradient is computed, to save memory [above 0]
 
   c.optimizer = ConfigDict()
-  c.optimizer.name = "adamw"  # the rule [one of adamw, sgd]
-  c.optimizer.learning_rate = 0.001  # after the warm-up [above 0]
-  c.optimizer.warmup_steps = 0  # updates in which the learning rate rises to that [updates; at least 0]
+  c.optimizer.name = "adamw"  # the optimizer [one of adamw, sgd]
+  c.optimizer.learning_rate = 0.001  # learning rate after the warm-up [above 0]
+  c.optimizer.warmup_steps = 0  # how long the learning rate rises to that [updates; at least 0]
   # how the learning rate goes on from there to the last update [one of constant, cosine, linear]
   c.optimizer.decay = "constant"
   c.optimizer.b1 = 0.9  # decay of the mean of gradients, or momentum [at least 0, below 1]
   c.optimizer.b2 = 0.95  # decay of the mean of squared gradients [at least 0, below 1]
   c.optimizer.eps = 1e-08  # added to the root of that mean [above 0]
-  c.optimizer.weight_decay = 0.0  # of every parameter [at least 0]
+  c.optimizer.weight_decay = 0.0  # decay of the weights, norms and biases apart [at least 0]
   c.optimizer.clip_norm = 1.0  # largest global norm of the gradient [above 0, or inf]
   c.optimizer.ess_step = False  # VCPO: the learning rate times sqrt(effective sample size / sequences)
 
@@ -290,11 +295,11 @@ def get_config() -> ConfigDict:
   c.learner.diagnostics = True  # whether every row has the means of objective.diagnostics
 
   c.checkpoint = ConfigDict()
-  c.checkpoint.every = 20  # time between two checkpoints [updates; above 0]
+  c.checkpoint.every = 20  # from one checkpoint to the next [updates; above 0]
 
   c.eval = ConfigDict()
   c.eval.prompts = 512  # held-out prompts before the first update and after the last [above 0]
-  c.eval.every = 20  # time between two evaluations in between, 0: none [updates; at least 0]
-  c.eval.every_prompts = 128  # held-out prompts of those [above 0]
+  c.eval.every = 20  # from one evaluation in between to the next; 0: none in between [updates; at least 0]
+  c.eval.every_prompts = 128  # held-out prompts of an evaluation in between [above 0]
   c.eval.slots = 128  # sequences that are evaluated side by side [above 0]
   return c

@@ -11,10 +11,12 @@ from estr_jax.options import NOT_NEGATIVE, POSITIVE, Idle, Key, Keys, Range, und
 WARM_START: Keys = under(
   "warm_start",
   {
-    "steps": Key(0, "updates on the task's demonstrations, 0: none", Range("updates", least=0)),
-    "batch": Key(64, "demonstrations of an update", POSITIVE),
-    "learning_rate": Key(3e-3, "of the supervised updates", POSITIVE),
-    "demonstrations": Key(20_000, "how many are made", POSITIVE),
+    "steps": Key(
+      0, "supervised training on the task's demonstrations before the first update; 0: none", Range("updates", least=0)
+    ),
+    "batch": Key(64, "demonstrations of a supervised update", POSITIVE),
+    "learning_rate": Key(3e-3, "learning rate of the supervised updates", POSITIVE),
+    "demonstrations": Key(20_000, "how many demonstrations are made", POSITIVE),
   },
 )
 
@@ -33,14 +35,14 @@ _DECAY = Range(least=0, below=1)
 OPTIMIZER: Keys = under(
   "optimizer",
   {
-    "name": Key("adamw", "the rule", choices=sorted(OPTIMIZERS)),
-    "learning_rate": Key(1e-3, "after the warm-up", POSITIVE),
-    "warmup_steps": Key(0, "updates in which the learning rate rises to that", Range("updates", least=0)),
+    "name": Key("adamw", "the optimizer", choices=sorted(OPTIMIZERS)),
+    "learning_rate": Key(1e-3, "learning rate after the warm-up", POSITIVE),
+    "warmup_steps": Key(0, "how long the learning rate rises to that", Range("updates", least=0)),
     "decay": Key("constant", "how the learning rate goes on from there to the last update", choices=DECAYS),
     "b1": Key(0.9, "decay of the mean of gradients, or momentum", _DECAY),
     "b2": Key(0.95, "decay of the mean of squared gradients", _DECAY, idle=_UNDER_SGD),
     "eps": Key(1e-8, "added to the root of that mean", POSITIVE, idle=_UNDER_SGD),
-    "weight_decay": Key(0.0, "of every parameter", NOT_NEGATIVE),
+    "weight_decay": Key(0.0, "decay of the weights, norms and biases apart", NOT_NEGATIVE),
     "clip_norm": Key(1.0, "largest global norm of the gradient", Range(above=0, infinite=True)),
     "ess_step": Key(False, "VCPO: the learning rate times sqrt(effective sample size / sequences)"),
   },

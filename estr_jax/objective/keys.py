@@ -66,31 +66,35 @@ def keys(methods: Mapping[str, Method]) -> Keys:
     "aggregation": Key(
       "token_mean", "how tokens are weighed; sequence_sum is over sampling.context", choices=sorted(AGGREGATIONS)
     ),
-    "entropy.coefficient": Key(0.0, "of a bonus on the learner's entropy, before the first update", NOT_NEGATIVE),
+    "entropy.coefficient": Key(
+      0.0, "coefficient of a bonus on the learner's entropy, before the first update", NOT_NEGATIVE
+    ),
     "entropy.target": Key(
       0.0,
-      "above 0 the coefficient is adapted, and acts only while the batch's recorded entropy is below this",
+      "target of the entropy; above 0 the coefficient is adapted, and acts only while the batch's recorded entropy is below this",
       Range("nats", least=0),
     ),
-    "entropy.step": Key(1e-4, "of the adapted coefficient in an update; Skywork-OR1's", POSITIVE, idle=no_target),
-    "entropy.largest": Key(0.005, "of the adapted coefficient; Skywork-OR1's", POSITIVE, idle=no_target),
-    "kl.coefficient": Key(0.0, "of a penalty on the KL from an anchor", NOT_NEGATIVE),
+    "entropy.step": Key(
+      1e-4, "by how much an update changes the adapted coefficient; Skywork-OR1's", POSITIVE, idle=no_target
+    ),
+    "entropy.largest": Key(0.005, "the adapted coefficient is at most this; Skywork-OR1's", POSITIVE, idle=no_target),
+    "kl.coefficient": Key(0.0, "coefficient of a penalty on the KL from an anchor", NOT_NEGATIVE),
     "kl.estimator": Key(
       "k2",
-      "as a loss only k2 has the gradient of KL(pi || anchor)",
+      "how the KL is estimated; as a loss only k2 has the gradient of KL(pi || anchor)",
       choices=sorted(KL_ESTIMATORS),
       idle=no_kl,
     ),
     "kl.anchor": Key(
       "reference",
-      "reference: the weights before the first update. proximal: q. direct: mu",
+      "from what the KL is taken. reference: the weights before the first update. proximal: q. direct: mu",
       choices=ANCHORS,
       idle=no_kl,
     ),
     "router_balance": Key(
       0.0,
-      "of a mixture of experts: times the mean over layers of experts x sum (share of choices x mean probability), "
-      "which is 1 where the load is even; added to the loss",
+      "of a mixture of experts: coefficient of a penalty on uneven load, the mean over layers of experts x sum (share of "
+      "choices x mean probability), which is 1 where the load is even",
       NOT_NEGATIVE,
     ),
   }

@@ -10,7 +10,7 @@ from estr_jax.options import POSITIVE, Key, Keys, Range, under
 MODES = ("async", "sync", "simulated")
 
 RUN: Keys = {
-  "seed": Key(0, "of prompts, new weights, sampling and evaluation", Range(least=0, below=2**32)),
+  "seed": Key(0, "seed of prompts, new weights, sampling and evaluation", Range(least=0, below=2**32)),
   "mode": Key(
     "async",
     "async: learner and samplers are processes joined by gRPC. sync: one process, each batch sampled by the newest "
@@ -21,14 +21,14 @@ RUN: Keys = {
   "cache_dir": Key("~/.cache/estr_jax", "prepared prompts, warm starts and compiled programs, shared by all runs"),
 }
 
-CHECKPOINT: Keys = under("checkpoint", {"every": Key(20, "time between two checkpoints", Range("updates", above=0))})
+CHECKPOINT: Keys = under("checkpoint", {"every": Key(20, "from one checkpoint to the next", Range("updates", above=0))})
 
 EVAL: Keys = under(
   "eval",
   {
     "prompts": Key(512, "held-out prompts before the first update and after the last", POSITIVE),
-    "every": Key(20, "time between two evaluations in between, 0: none", Range("updates", least=0)),
-    "every_prompts": Key(128, "held-out prompts of those", POSITIVE),
+    "every": Key(20, "from one evaluation in between to the next; 0: none in between", Range("updates", least=0)),
+    "every_prompts": Key(128, "held-out prompts of an evaluation in between", POSITIVE),
     "slots": Key(128, "sequences that are evaluated side by side", POSITIVE),
   },
 )

@@ -102,7 +102,7 @@ def table() -> str:
         "|---|---|---|---|---|---|",
       ]
     idle = "; ".join(idle.because for idle in key.idle)
-    cells = (f"`{name}`", f"`{_literal(key.default)}`", key.range.unit, _allowed(key), key.meaning, idle)
+    cells = (f"`{name}`", f"`{_literal(key.default)}`", key.range.unit, _allowed(key), key.meaning.rstrip("."), idle)
     lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
   return "\n".join(lines) + "\n"
 
