@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
   c.model.expert_mlp_width = 0  # width inside the MLP of an expert [at least 0]
   c.model.norm_topk_prob = False  # whether the weights of a token's experts sum to 1
   c.model.dtype = "float32"  # type of the computation; parameters and scoring are float32 [one of float32, bfloat16]
-  # what the backward pass keeps of each layer; the rest is computed again [one of attention, dots, full, none]
+  # what the backward pass keeps of each layer and does not recompute [one of attention, dots, full, none]
   c.model.remat = "none"
 
   c.warm_start = ConfigDict()
@@ -73,12 +73,11 @@ def get_config() -> ConfigDict:
   # how tokens are weighed; sequence_sum is over sampling.context [one of sequence_mean, sequence_sum, token_mean]
   c.loss.aggregation = "token_mean"
   c.loss.entropy = ConfigDict()
-  # coefficient of a bonus on the learner's entropy, before the first update [at least 0]
-  c.loss.entropy.coefficient = 0.0
+  c.loss.entropy.coefficient = 0.0  # coefficient of a bonus on the learner's entropy, at the start [at least 0]
   # target of the entropy; above 0 the coefficient is adapted, and acts only while the batch's recorded entropy is below
-  # this [nats; at least 0]
+  # it [nats; at least 0]
   c.loss.entropy.target = 0.0
-  c.loss.entropy.step = 0.0001  # by how much an update changes the adapted coefficient; Skywork-OR1's [above 0]
+  c.loss.entropy.step = 0.0001  # change of the adapted coefficient in an update; Skywork-OR1's [above 0]
   c.loss.entropy.largest = 0.005  # the adapted coefficient is at most this; Skywork-OR1's [above 0]
   c.loss.kl = ConfigDict()
   c.loss.kl.coefficient = 0.0  # coefficient of a penalty on the KL from an anchor [at least 0]

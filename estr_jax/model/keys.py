@@ -41,9 +41,7 @@ MODEL: Keys = under(
     "expert_mlp_width": Key(0, "width inside the MLP of an expert", NOT_NEGATIVE),
     "norm_topk_prob": Key(False, "whether the weights of a token's experts sum to 1"),
     "dtype": Key("float32", "type of the computation; parameters and scoring are float32", choices=DTYPES),
-    "remat": Key(
-      "none", "what the backward pass keeps of each layer; the rest is computed again", choices=sorted(REMAT)
-    ),
+    "remat": Key("none", "what the backward pass keeps of each layer and does not recompute", choices=sorted(REMAT)),
   },
 )
 

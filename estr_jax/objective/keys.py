@@ -66,16 +66,15 @@ def keys(methods: Mapping[str, Method]) -> Keys:
     "aggregation": Key(
       "token_mean", "how tokens are weighed; sequence_sum is over sampling.context", choices=sorted(AGGREGATIONS)
     ),
-    "entropy.coefficient": Key(
-      0.0, "coefficient of a bonus on the learner's entropy, before the first update", NOT_NEGATIVE
-    ),
+    "entropy.coefficient": Key(0.0, "coefficient of a bonus on the learner's entropy, at the start", NOT_NEGATIVE),
     "entropy.target": Key(
       0.0,
-      "target of the entropy; above 0 the coefficient is adapted, and acts only while the batch's recorded entropy is below this",
+      "target of the entropy; above 0 the coefficient is adapted, and acts only while the batch's recorded entropy is "
+      "below it",
       Range("nats", least=0),
     ),
     "entropy.step": Key(
-      1e-4, "by how much an update changes the adapted coefficient; Skywork-OR1's", POSITIVE, idle=no_target
+      1e-4, "change of the adapted coefficient in an update; Skywork-OR1's", POSITIVE, idle=no_target
     ),
     "entropy.largest": Key(0.005, "the adapted coefficient is at most this; Skywork-OR1's", POSITIVE, idle=no_target),
     "kl.coefficient": Key(0.0, "coefficient of a penalty on the KL from an anchor", NOT_NEGATIVE),
@@ -93,8 +92,8 @@ def keys(methods: Mapping[str, Method]) -> Keys:
     ),
     "router_balance": Key(
       0.0,
-      "of a mixture of experts: coefficient of a penalty on uneven load, the mean over layers of experts x sum (share of "
-      "choices x mean probability), which is 1 where the load is even",
+      "of a mixture of experts: coefficient of a penalty on uneven load, the mean over layers of experts x sum (share "
+      "of choices x mean probability), which is 1 where the load is even",
       NOT_NEGATIVE,
     ),
   }
