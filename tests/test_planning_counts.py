@@ -3,15 +3,13 @@
 import ast
 import dataclasses
 import functools
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from model_cases import LLAMA
+from processes import on_eight_devices
 
 from estr_jax.model import decoder
 from estr_jax.model.attention import attend_sequences
@@ -242,13 +240,5 @@ print({(c.kind, c.axes): c.bytes for c in moved.collectives})
 
 def test_a_compiled_program_gathers_what_its_sharding_says():
   """Fails if the text of a real compiler is not understood: six layers of 64 x 64, of which three quarters come in."""
-  environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-  done = subprocess.run(
-    [sys.executable, "-c", textwrap.dedent(PROGRAM)],
-    cwd=Path(__file__).parent.parent,
-    env=environment,
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr
-  assert ast.literal_eval(done.stdout) == {("all-gather", ("fsdp",)): 6 * 64 * 64 * 4 * 3 / 4}
+  printed = on_eight_devices(textwrap.dedent(PROGRAM))
+  assert ast.literal_eval(printed) == {("all-gather", ("fsdp",)): 6 * 64 * 64 * 4 * 3 / 4}

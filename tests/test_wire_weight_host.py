@@ -1,16 +1,14 @@
 """Weights of a learner of several hosts, by slices, over real ports."""
 
 import itertools
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ports import held_port
+from processes import on_eight_devices
 from weights_cases import PARAMS, assert_blocks_are, by_host, pieces, wants
 
 from estr_jax.errors import UserError
@@ -21,8 +19,6 @@ from estr_jax.weights.regions import Region
 from estr_jax.weights.store import Piece, VersionGone, WeightStore
 from estr_jax.wire import service
 from estr_jax.wire.weight_host import Membership, weight_source
-
-TESTS = Path(__file__).parent
 
 
 class Hosts:
@@ -37,7 +33,7 @@ class Hosts:
       admission="drop",
       capacity=1,
       last_version=100,
-      lease_timeout_s=10.0,
+      lease_timeout_s=100.0,
     )
     self.stores = [WeightStore(leads=host == 0) for host in range(count)]
     self.servers = [
@@ -61,7 +57,7 @@ class Hosts:
       "incarnation": self.broker.incarnation,
       "hosts": tuple(server.address for server in self.servers),
     }
-    settings = {"patience_s": 5.0, "token": self.token}
+    settings = {"patience_s": 60.0, "token": self.token}
     settings.update((key, changes.pop(key)) for key in list(changes) if key in settings)
     membership = Membership(**{**fields, **changes})
     self.sources.append(weight_source(membership, wants(PARAMS) if wanted is None else wanted, **settings))
@@ -98,9 +94,9 @@ def test_another_host_has_no_queue_and_is_healthy(hosts):
   with grpc.insecure_channel(hosts.servers[1].address) as channel:
     stub = health_pb2_grpc.HealthStub(channel)
     for name in ("", "estr_jax.wire.WeightChannel"):
-      assert stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status == 1
+      assert stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60).status == 1
     with pytest.raises(grpc.RpcError) as caught:
-      stub.Check(health_pb2.HealthCheckRequest(service="estr_jax.wire.Rollouts"), timeout=5)
+      stub.Check(health_pb2.HealthCheckRequest(service="estr_jax.wire.Rollouts"), timeout=60)
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
@@ -154,9 +150,10 @@ def test_a_host_that_never_has_the_version_is_named(hosts, monkeypatch):
 
 def test_a_host_that_does_not_answer_is_named(hosts):
   hosts.publish(1)
-  hosts.servers[1].stop(0.1)
-  with pytest.raises(UserError, match=rf"no answer from the learner at {hosts.servers[1].address}"):
-    hosts.source(patience_s=0.3).fetch(NO_VERSION, 5)
+  with held_port() as port:  # where nobody listens
+    addresses = (hosts.servers[0].address, f"127.0.0.1:{port}")
+    with pytest.raises(UserError, match=rf"no answer from the learner at {addresses[1]}"):
+      hosts.source(hosts=addresses, patience_s=0.3).fetch(NO_VERSION, 5)
 
 
 def test_a_restarted_learner_is_noticed_at_every_host(hosts):
@@ -168,8 +165,9 @@ def test_a_restarted_learner_is_noticed_at_every_host(hosts):
       hosts.source(incarnation="former", hosts=tuple(order)).fetch(NO_VERSION, 5)
 
 
-def test_one_host_s_fault_ends_the_fetch_at_once():
-  """Fails if the fetch goes on waiting for the other hosts."""
+def test_one_host_s_fault_ends_the_fetch_at_once(monkeypatch):
+  """Fails if the fetch goes on waiting for the other hosts, which would take it 150 s."""
+  monkeypatch.setattr("estr_jax.weights.fetch.WAIT_S", 150.0)
   hosts = Hosts(3)
   hosts.publish(1, late=1)  # the last would be waited for
   former = service.serve_weights("127.0.0.1:0", hosts.stores[1], incarnation="former")
@@ -177,7 +175,7 @@ def test_one_host_s_fault_ends_the_fetch_at_once():
   start = time.monotonic()
   with pytest.raises(StaleIncarnation):
     hosts.source(hosts=addresses).fetch(NO_VERSION, 5)
-  assert time.monotonic() - start < 4
+  assert time.monotonic() - start < 50
   former.stop(0.1)
   hosts.close()
 
@@ -281,7 +279,4 @@ print("equal")
 
 def test_a_mesh_of_two_hosts_feeds_other_meshes_of_two_processes():
   """Fails if the hosts' pieces are no partition, or a slice of one mesh lands elsewhere on the other."""
-  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-  env["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-  done = subprocess.run([sys.executable, "-c", _EIGHT], env=env, capture_output=True, text=True, timeout=280)
-  assert done.returncode == 0 and done.stdout == "equal\n", done.stderr
+  assert on_eight_devices(_EIGHT) == "equal\n"
