@@ -4,20 +4,20 @@ import os
 import pathlib
 import re
 import shutil
-import socket
 import subprocess
 import sys
 
 import pytest
 import yaml
 from absl import flags
+from ports import held_port
 
 from estr_jax.errors import UserError
 from estr_jax.runtime import jobset
 from experiments import launch
 
 ROOT = pathlib.Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 SLICES = ["--config.slices.learner=v5p:2x2x2", "--config.mesh.fsdp=8", "--config.slices.sampler=v6e:2x2"]
 SLICES += ["--config.sampling.mesh.tensor=4", "--config.slices.samplers=2"]
@@ -131,7 +131,7 @@ def test_a_model_folder_need_not_be_here(render):
 def test_a_refusal_is_one_line_and_a_status():
   """Fails if the program ends in a traceback, or a shell would go on after a refusal."""
   command = [sys.executable, "-m", "experiments.launch", *RUN, *SLICES[1:]]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
   assert done.returncode == 2 and done.stdout == ""
   assert done.stderr.startswith("error: slices.learner is empty") and len(done.stderr.splitlines()) == 1
 
@@ -216,15 +216,19 @@ def test_the_rendered_processes_train(render, tmp_path):
   make += f" -addext subjectAltName=DNS:localhost -keyout {secrets / 'tls.key'} -out {secrets / 'tls.crt'}"
   subprocess.run(make.split(), check=True, capture_output=True)
   (secrets / "token").write_text("secret\n")
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-  here = {
-    "/shared": str(tmp_path / "shared"),
-    "/etc/estr-jax": str(secrets),
-    jobset.learner_host("quick", "$(NAMESPACE)"): "localhost",
-    f":{jobset.PORT}": f":{port}",
-  }
+  with held_port() as port:
+    here = {
+      "/shared": str(tmp_path / "shared"),
+      "/etc/estr-jax": str(secrets),
+      jobset.learner_host("quick", "$(NAMESPACE)"): "localhost",
+      f":{jobset.PORT}": f":{port}",
+    }
+    run_all(found, here)
+  assert (tmp_path / "shared" / "runs" / "quick" / "summary.json").exists()
+
+
+def run_all(found: dict[str, dict], here: dict[str, str]) -> None:
+  """The processes of the containers on this machine, with what is `here` in place of what is there, until they end."""
   processes = {}
   for name, container in found.items():
     command = container["command"]
@@ -241,9 +245,8 @@ def test_the_rendered_processes_train(render, tmp_path):
     )
   try:
     for name, process in processes.items():
-      output, _ = process.communicate(timeout=280)
+      output, _ = process.communicate(timeout=1200)
       assert process.returncode == 0, f"{name}: {output}"
   finally:
     for process in processes.values():
       process.kill()
-  assert (tmp_path / "shared" / "runs" / "quick" / "summary.json").exists()

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from estr_jax.objective.losses import SCORES
 from estr_jax.run import command_line, learner, options, parts
 from estr_jax.runtime.rollouts import LocalRollouts
 from estr_jax.tasks import TASKS
+
+ROOT = Path(__file__).parent.parent
 
 
 def above(score, where, tau) -> int:
@@ -129,15 +132,15 @@ def test_calibration_where_it_cannot_happen(changes, words):
 )
 def test_tau_on_the_command_line(monkeypatch, flag, value):
   """Kills: a float key that refuses the string, or a number that arrives as one."""
-  arguments = ["train", "--config=configs/quickstart.py", f"--config.loss.estr.tau={flag}"]
+  arguments = ["train", f"--config={ROOT / 'configs' / 'quickstart.py'}", f"--config.loss.estr.tau={flag}"]
   known = flags.FlagValues()
   monkeypatch.setattr(sys, "argv", arguments)  # where config_flags looks for the keys
   monkeypatch.setattr(flags, "FLAGS", known)
   command_line.parse(
     arguments, lambda: config_flags.DEFINE_config_file("config", None, "A config file.", flag_values=known), "Usage."
   )
-  assert known.config.loss.estr.tau == value and isinstance(known.config.loss.estr.tau, type(value))
-  options.make(known.config)
+  tau = options.make(known.config).config.loss.estr.tau
+  assert tau == value and isinstance(tau, type(value))
 
 
 @pytest.fixture(scope="module")

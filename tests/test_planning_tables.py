@@ -7,7 +7,7 @@ import pytest
 
 from experiments import plan_tables
 
-PAGE = (Path(__file__).parent.parent / "docs/tpu_plans.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs/tpu_plans.md").read_text(encoding="utf-8")
 
 
 def test_the_page_holds_the_plans_and_nothing_else():

@@ -54,6 +54,9 @@ def test_overrides_may_be_flat_or_nested():
   [
     ({"loss.estr.taw": 2.0}, r"unknown config key loss\.estr\.taw; the nearest known one is loss\.estr\.tau"),
     ({"steps": "soon"}, "steps='soon' is of another type than its default, 100"),
+    ({"cache_dir": None}, "cache_dir=None is of another type"),
+    ({"transport.address": None}, r"transport\.address=None is of another type"),
+    ({"steps": True}, "steps=True is of another type"),
     ({"model.qk_norm": 3}, "model.qk_norm=3 is of another type"),
     ({"loss": 3}, "unknown config key loss; the nearest known one is"),
     ({"staleness": {"maxx": 3}}, r"staleness\.maxx; the nearest known one is staleness\.max"),
@@ -89,7 +92,7 @@ def test_a_whole_config_is_left_as_it_was():
 
 def test_the_three_lines_of_the_readme_are_the_quickstarts_smoke_form():
   """Fails if the README's first program trains something else than it says."""
-  text = (ROOT / "README.md").read_text()
+  text = (ROOT / "README.md").read_text(encoding="utf-8")
   (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
   assert len(ast.parse(code).body) == 3
   given = {}
@@ -173,7 +176,7 @@ def test_a_number_with_a_word():
   """Fails if the word is refused, or anything else passes as one."""
   key = Key(1.0, "a bound", POSITIVE, word=Word("none", lambda value: value == "none"))
   assert key.complaint("k", "none") is None and key.complaint("k", 2.0) is None
-  assert key.complaint("k", "nine") == "k=nine is neither a number above 0, nor none"
+  assert key.complaint("k", "nine") == "k='nine' is neither a number above 0, nor none"
   assert key.complaint("k", True) is not None
 
 

@@ -12,6 +12,7 @@ from estr_jax.objective.losses import composition
 from estr_jax.run import api
 from estr_jax.tasks import TASKS
 
+SIGTERM = signal.getsignal(signal.SIGTERM)  # what it is before any run
 # An untrained policy never solves the task, and without reward no weight would move: reward something else.
 TASK = dataclasses.replace(TASKS["calculator"], name="thirds", reward=lambda answer, turns: len(turns[-1]) % 3 / 2)
 SMALL = {
@@ -56,8 +57,8 @@ def test_a_run_in_this_process(run):
   assert (result.summary["loss"], result.summary["task"], result.summary["steps"]) == ("scaled", "thirds", 2)
   assert set(result.accuracy) == {"sampled", "greedy"} and result.summary["config_name"] == "python"
   assert json.loads((folder / "config.json").read_text())["loss"]["scaled"] == {"scale": 0.5}
-  assert "scaled: scale 0.5" in result.report.read_text()
-  assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+  assert "scaled: scale 0.5" in result.report.read_text(encoding="utf-8")
+  assert signal.getsignal(signal.SIGTERM) == SIGTERM
 
 
 def test_the_loss_that_was_passed_is_the_one_that_trains(run, cache, tmp_path):

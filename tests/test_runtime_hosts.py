@@ -1,13 +1,14 @@
 """Roles of several processes: two equal one with as many devices, and a group of samplers feeds a group of learners."""
 
+import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ports import held_port
 
 from estr_jax.observe.writers import read
 
@@ -34,15 +35,10 @@ MOE = [
 MEASURED_BY_A_CLOCK = ("time/", "throughput/", "rollout/seconds")
 
 
-def free_port() -> int:
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    return probe.getsockname()[1]
-
-
 def start(arguments, workdir, *, devices=1, role=None, group=None, log):
   """A process of a run; `group` is (port, processes, process)."""
-  env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+  flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+  env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
   command = [sys.executable, "-m", "experiments.train", *arguments, f"--workdir={workdir}"]
   if role is not None:
     command += [f"--role={role}", f"--sampler_name={role}"]
@@ -56,7 +52,7 @@ def start(arguments, workdir, *, devices=1, role=None, group=None, log):
 def finish(processes, logs):
   try:
     for process, log in zip(processes, logs):
-      assert process.wait(timeout=1200) == 0, log.read_text()
+      assert process.wait(timeout=1200) == 0, log.read_text(errors="replace")
   finally:
     for process in processes:
       process.kill()
@@ -73,17 +69,18 @@ def test_two_processes_equal_one_and_another_mesh_goes_on_from_their_checkpoint(
   The experts of a mixture are on two devices: once of one process, once of two. Their run then goes on on one device.
   """
   settings, mesh = [*COMMON, *MOE, "--config.mode=sync"], ["--config.mesh.expert=2"]
+  settings += [f"--config.cache_dir={tmp_path / 'cache'}"]
   settings += ["--config.loss.entropy.coefficient=0.005"]  # a random model's rewards are equal, and would move nothing
   logs = [tmp_path / f"{name}.log" for name in ("one", "first", "second", "later")]
   finish([start([*settings, *mesh, "--config.steps=3"], tmp_path / "one", devices=2, log=logs[0])], logs)
-  port = free_port()
   settings = [*settings, "--config.steps=2"]
-  pair = [start([*settings, *mesh], tmp_path / "two", group=(port, 2, i), log=logs[1 + i]) for i in range(2)]
-  finish(pair, logs[1:])
+  with held_port() as port:
+    pair = [start([*settings, *mesh], tmp_path / "two", group=(port, 2, i), log=logs[1 + i]) for i in range(2)]
+    finish(pair, logs[1:])
   one, two = (read(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
   assert [row["step"] for row in two] == [0, 1, 2] and one[2]["optimizer/gradient_norm"] > 0
   assert without_clocks(one)[:2] == without_clocks(two)[:2]
-  assert "report:" in logs[1].read_text() and "report:" not in logs[2].read_text()
+  assert "report:" in logs[1].read_text(errors="replace") and "report:" not in logs[2].read_text(errors="replace")
 
   finish([start([*settings, "--config.steps=3"], tmp_path / "two", log=logs[3])], logs[3:])
   three = read(tmp_path / "two" / "metrics.jsonl")
@@ -95,15 +92,17 @@ def test_two_processes_equal_one_and_another_mesh_goes_on_from_their_checkpoint(
 @pytest.mark.slow
 def test_a_group_of_samplers_feeds_a_group_of_learners(tmp_path):
   """Fails if a process waits for what another never says, or a slice of the weights comes from the wrong host."""
-  settings = [*COMMON, "--config.mode=async", f"--config.transport.address=127.0.0.1:{free_port()}"]
+  settings = [*COMMON, "--config.mode=async", f"--config.cache_dir={tmp_path / 'cache'}"]
   settings += ["--config.mesh.fsdp=2", "--config.sampling.mesh.tensor=2", "--config.queue.capacity=4"]
   names, processes, logs = ("learner", "sampler"), [], []
-  for role in names:
-    port = free_port()
-    for process in range(2):
-      logs.append(tmp_path / f"{role}{process}.log")
-      processes.append(start(settings, tmp_path / "run", role=role, group=(port, 2, process), log=logs[-1]))
-  finish(processes, logs)
+  with contextlib.ExitStack() as ports:
+    settings += [f"--config.transport.address=127.0.0.1:{ports.enter_context(held_port())}"]
+    for role in names:
+      port = ports.enter_context(held_port())
+      for process in range(2):
+        logs.append(tmp_path / f"{role}{process}.log")
+        processes.append(start(settings, tmp_path / "run", role=role, group=(port, 2, process), log=logs[-1]))
+    finish(processes, logs)
   summary = json.loads((tmp_path / "run" / "summary.json").read_text())
   assert summary["steps"] == 3 and set(summary["process_ids"]) == {"learner", "sampler"}
   assert summary["staleness"]["max_token"] <= 4 and len(summary["acknowledged_versions"]["sampler"]) > 1

@@ -240,7 +240,7 @@ def test_the_certificate_names_hold_for_every_learner_host(tmp_path, short):
   subprocess.run(command.split(), check=True, capture_output=True)
   broker = Broker(
     lambda group: [], last_version=1, groups_per_batch=1, max_staleness=0, admission="wait", capacity=1,
-    lease_timeout_s=10.0,
+    lease_timeout_s=100.0,
   )  # fmt: skip
   tls = Tls(str(certificate), str(key))
   server = service.serve("127.0.0.1:0", broker, WeightStore(), description={}, tls=tls, token="secret")
@@ -257,4 +257,4 @@ def test_the_certificate_names_hold_for_every_learner_host(tmp_path, short):
 def check_health(address: str, certificate: bytes, host: str) -> int:
   credentials = grpc.ssl_channel_credentials(root_certificates=certificate)
   with grpc.secure_channel(address, credentials, options=[("grpc.ssl_target_name_override", host)]) as channel:
-    return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status
+    return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60).status
