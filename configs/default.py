@@ -16,7 +16,7 @@ def _number_or_word(value: float) -> FieldReference:
 
 def get_config() -> ConfigDict:
   c = ConfigDict()
-  c.seed = 0  # seed of prompts, new weights, sampling and evaluation [at least 0, below 4,294,967,296]
+  c.seed = 0  # from which prompts, new weights, sampling and evaluation are drawn [at least 0, below 4,294,967,296]
   # async: learner and samplers are processes joined by gRPC. sync: one process, each batch sampled by the newest
   # weights. simulated: one process, each token sampled by the version that `staleness` asks for [one of async, sync,
   # simulated]
@@ -31,12 +31,12 @@ def get_config() -> ConfigDict:
   # a Hugging Face style folder (config.json, safetensors, tokenizer.json); empty: a random model of the shape below,
   # with the task's own alphabet
   c.model.folder = ""
-  # 0: as many as the tokenizer has; a plan for a shape without a folder needs it [tokens; at least 0]
+  # size of the vocabulary; 0: the tokenizer's; a plan without model.folder needs it [tokens; at least 0]
   c.model.vocabulary = 0
   c.model.width = 64  # width of the residual stream [above 0]
-  c.model.layers = 2  # layers of the decoder [above 0]
-  c.model.heads = 4  # heads of the queries [above 0]
-  c.model.kv_heads = 2  # heads of the keys and values [above 0]
+  c.model.layers = 2  # decoder layers [above 0]
+  c.model.heads = 4  # query heads [above 0]
+  c.model.kv_heads = 2  # key and value heads [above 0]
   c.model.head_dim = 16  # width of a head [above 0]
   c.model.mlp_width = 192  # width inside the MLP of a dense layer [above 0]
   c.model.rope_theta = 10000.0  # base of the rotary positions (RoPE) [above 0]
@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
   c.model.expert_mlp_width = 0  # width inside the MLP of an expert [at least 0]
   c.model.norm_topk_prob = False  # whether the weights of a token's experts sum to 1
   c.model.dtype = "float32"  # type of the computation; parameters and scoring are float32 [one of float32, bfloat16]
-  # what the backward pass keeps of each layer and does not recompute [one of attention, dots, full, none]
+  # what the backward pass keeps of each layer, the rest being recomputed [one of attention, dots, full, none]
   c.model.remat = "none"
 
   c.warm_start = ConfigDict()
@@ -68,19 +68,21 @@ def get_config() -> ConfigDict:
   # direct: the clip acts on pi / mu. proximal: on pi / q, q recomputed before each update. Some losses fix theirs [one
   # of direct, proximal]
   c.loss.edge = "direct"
-  c.loss.clip_low = 0.2  # a ratio is cut at 1 - this; the sibling paper's [above 0, or inf]
-  c.loss.clip_high = 0.28  # a ratio is cut at 1 + this; the sibling paper's [above 0, or inf]
-  # how tokens are weighed; sequence_sum is over sampling.context [one of sequence_mean, sequence_sum, token_mean]
+  c.loss.clip_low = 0.2  # a ratio is cut at 1 - this; BRACE's [above 0, or inf]
+  c.loss.clip_high = 0.28  # a ratio is cut at 1 + this; BRACE's [above 0, or inf]
+  # how tokens are weighed (docs/methods.md); sequence_sum divides by sampling.context [one of sequence_mean,
+  # sequence_sum, token_mean]
   c.loss.aggregation = "token_mean"
   c.loss.entropy = ConfigDict()
-  c.loss.entropy.coefficient = 0.0  # coefficient of a bonus on the learner's entropy, at the start [at least 0]
+  # coefficient of a bonus on the learner's entropy; with a target, the first [at least 0]
+  c.loss.entropy.coefficient = 0.0
   # target of the entropy; above 0 the coefficient is adapted, and acts only while the batch's recorded entropy is below
   # it [nats; at least 0]
   c.loss.entropy.target = 0.0
   c.loss.entropy.step = 0.0001  # change of the adapted coefficient in an update; Skywork-OR1's [above 0]
-  c.loss.entropy.largest = 0.005  # the adapted coefficient is at most this; Skywork-OR1's [above 0]
+  c.loss.entropy.largest = 0.005  # largest adapted coefficient; Skywork-OR1's [above 0]
   c.loss.kl = ConfigDict()
-  c.loss.kl.coefficient = 0.0  # coefficient of a penalty on the KL from an anchor [at least 0]
+  c.loss.kl.coefficient = 0.0  # coefficient of a penalty on the KL from loss.kl.anchor [at least 0]
   # how the KL is estimated; as a loss only k2 has the gradient of KL(pi || anchor) [one of k1, k2, k3]
   c.loss.kl.estimator = "k2"
   # from what the KL is taken. reference: the weights before the first update. proximal: q. direct: mu [one of
@@ -215,7 +217,8 @@ def get_config() -> ConfigDict:
   c.loss.score_centering.high = 2.0
 
   c.advantage = ConfigDict()
-  # how rewards become advantages [one of dr_grpo, grpo, loo_normalised, reinforce_pp, reinforce_pp_baseline, rloo]
+  # how rewards become advantages (docs/methods.md) [one of dr_grpo, grpo, loo_normalised, reinforce_pp,
+  # reinforce_pp_baseline, rloo]
   c.advantage.name = "grpo"
   c.advantage.eps = 1e-06  # added to the standard deviation [above 0]
 
@@ -228,14 +231,17 @@ def get_config() -> ConfigDict:
   c.optimizer.name = "adamw"  # the optimizer [one of adamw, sgd]
   c.optimizer.learning_rate = 0.001  # learning rate after the warm-up [above 0]
   c.optimizer.warmup_steps = 0  # how long the learning rate rises to that [updates; at least 0]
-  # how the learning rate goes on from there to the last update [one of constant, cosine, linear]
+  # how the learning rate falls from there to 0 at the last update; constant: not at all [one of constant, cosine,
+  # linear]
   c.optimizer.decay = "constant"
   c.optimizer.b1 = 0.9  # decay of the mean of gradients, or momentum [at least 0, below 1]
   c.optimizer.b2 = 0.95  # decay of the mean of squared gradients [at least 0, below 1]
-  c.optimizer.eps = 1e-08  # added to the root of that mean [above 0]
-  c.optimizer.weight_decay = 0.0  # decay of the weights, norms and biases apart [at least 0]
+  c.optimizer.eps = 1e-08  # added to the root of the mean of squared gradients [above 0]
+  # share of a weight that an update takes off, times the learning rate; norms and biases are exempt [at least 0]
+  c.optimizer.weight_decay = 0.0
   c.optimizer.clip_norm = 1.0  # largest global norm of the gradient [above 0, or inf]
-  c.optimizer.ess_step = False  # VCPO: the learning rate times sqrt(effective sample size / sequences)
+  # whether the learning rate is multiplied by sqrt(effective sample size / sequences), as in VCPO
+  c.optimizer.ess_step = False
 
   c.sampling = ConfigDict()
   c.sampling.slots = 64  # sequences that grow side by side in one sampler [above 0]
@@ -244,13 +250,14 @@ def get_config() -> ConfigDict:
   c.sampling.temperature = 1.0  # by which logits are divided, in sampler and learner [above 0]
   c.sampling.top_p = 1.0  # anything but 1 is refused for training
   c.sampling.top_k = 0  # 0 is off; anything else is refused for training
-  # whether log mu of the whole vocabulary travels with every token: for vocabularies of up to 1,024, and what asks for
-  # it
+  # whether log mu of the whole vocabulary travels with every token, as some losses need; for vocabularies of up to
+  # 1,024
   c.sampling.record_vocabulary = False
   # of a mixture of experts: whether a token's experts travel with it, layers x experts_per_token bytes, and the learner
   # takes them in place of its own routers' choice, which rounding and new weights move elsewhere
   c.sampling.record_routing = False
-  c.sampling.rebuild_cache = False  # whether the keys of unfinished sequences are computed anew when new weights arrive
+  # whether the attention cache of unfinished sequences is recomputed when new weights arrive
+  c.sampling.rebuild_cache = False
   c.sampling.mesh = ConfigDict()
   c.sampling.mesh.data = 1  # devices with a copy of the weights each [above 0]
   c.sampling.mesh.fsdp = 1  # devices that share out rows and weights [above 0]
@@ -289,16 +296,16 @@ def get_config() -> ConfigDict:
   c.slices.samplers = 1  # groups of sampler hosts [above 0]
 
   c.learner = ConfigDict()
-  # entries of the vocabulary whose logits live at once; a multiple of 128 on a TPU [above 0]
+  # entries of the vocabulary whose logits are in memory at once; a multiple of 128 on a TPU [above 0]
   c.learner.score_chunk = 2048
-  c.learner.diagnostics = True  # whether every row has the means of objective.diagnostics
+  c.learner.diagnostics = True  # whether every row of metrics has the diagnostics of the objective
 
   c.checkpoint = ConfigDict()
-  c.checkpoint.every = 20  # from one checkpoint to the next [updates; above 0]
+  c.checkpoint.every = 20  # updates between two checkpoints [above 0]
 
   c.eval = ConfigDict()
-  c.eval.prompts = 512  # held-out prompts before the first update and after the last [above 0]
-  c.eval.every = 20  # from one evaluation in between to the next; 0: none in between [updates; at least 0]
-  c.eval.every_prompts = 128  # held-out prompts of an evaluation in between [above 0]
+  c.eval.prompts = 512  # held-out prompts of the evaluations before the first update and after the last [above 0]
+  c.eval.every = 20  # updates between two evaluations during the run; 0: none [at least 0]
+  c.eval.every_prompts = 128  # held-out prompts of an evaluation during the run [above 0]
   c.eval.slots = 128  # sequences that are evaluated side by side [above 0]
   return c

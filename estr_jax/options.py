@@ -60,6 +60,7 @@ def in_float32(value: float) -> bool:
 POSITIVE = Range(above=0)
 NOT_NEGATIVE = Range(least=0)
 FRACTION = Range(above=0, below=1)
+BOUND = Range(above=0, infinite=True)  # inf: there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,27 +94,38 @@ class Key:
     """What is wrong with a value, as a whole sentence; None where nothing is."""
     if self.choices:
       return complaint_of_choice(name, value, self.choices)
-    if isinstance(self.default, bool | str) or (self.word is not None and self.word.fits(value)):
+    if self.word is not None and self.word.fits(value):
       return None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-      wrong, lost = self.range.complaint(value), not in_float32(value)
-    else:
-      wrong, lost = "is no number", False
+    if not _is_like(value, self.default):
+      return self._neither(name, value) or f"{name}={value!r} is of another type than its default, {self.default!r}"
+    if isinstance(value, bool | str):
+      return None
+    wrong = self.range.complaint(value)
     if wrong is None:
       return None
-    if self.word is None or lost:
-      return f"{name}={value} {wrong}"
-    return f"{name}={value} is neither a number {self.range.said()}, nor {self.word.said}"
+    return (self._neither(name, value) if in_float32(value) else None) or f"{name}={value} {wrong}"
+
+  def _neither(self, name: str, value: Value) -> str | None:
+    if self.word is None:
+      return None
+    return f"{name}={value!r} is neither a number {self.range.said()}, nor {self.word.said}"
+
+
+def _is_like(value: Any, default: Value) -> bool:
+  """Whether a value is of the type that the default has; a whole number is a float, too."""
+  if isinstance(default, bool | str):
+    return isinstance(value, type(default))
+  return isinstance(value, (int, float) if isinstance(default, float) else int) and not isinstance(value, bool)
 
 
 Keys = dict[str, Key]  # by dotted name
 
 
 def complaint_of_choice(name: str, value: Any, choices: Sequence[str]) -> str | None:
+  """What is wrong with a word; None where it is among the choices."""
   if value in choices:
     return None
-  near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0)[0]
-  return f"{name}={value!r} is unknown: it is one of {', '.join(choices)} (nearest: {near})"
+  return f"{name}={value!r} is unknown: it is one of {', '.join(choices)} (nearest: {nearest(str(value), choices)})"
 
 
 def under(group: str, keys: Mapping[str, Key]) -> Keys:

@@ -13,7 +13,6 @@ log.
 
 import os
 import re
-import signal
 import socket
 import sys
 
@@ -23,6 +22,7 @@ from estr_jax import hosts
 from estr_jax.errors import UserError
 from estr_jax.run import command_line, options, workdir
 from estr_jax.run.local import run_processes
+from estr_jax.runtime.launch import unwind_on_sigterm
 
 FLAGS = flags.FLAGS
 
@@ -50,7 +50,7 @@ def program() -> int:
   if mode != "async" and FLAGS.role != "all":
     raise UserError(f"--role={FLAGS.role} has no meaning in mode={mode}, which has one role; leave it out")
   if workdir.finished(settings.config, folder):
-    print(f"{folder} holds this run, and it has done its {settings.config.steps} steps: see {folder / 'report.html'}")
+    print(f"{folder} holds this run, and it has done its {settings.config.steps} steps: see {folder / workdir.REPORT}")
     return 0
   if FLAGS.role == "learner" and settings.config.transport.address.endswith(":0"):
     raise UserError("samplers that are started by hand must know where to go: name a port in transport.address")
@@ -58,8 +58,7 @@ def program() -> int:
   if mode == "async" and FLAGS.role == "all":
     summary = run_processes(settings, folder, name)
   else:
-    # Unwinds like Ctrl-C: the terminal is given back, and a checkpoint that is being written is finished.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    unwind_on_sigterm()
     if group is not None:
       hosts.join(*group)
     if FLAGS.role == "sampler":
@@ -86,7 +85,7 @@ def group_of(mode: str) -> tuple[str, int | None, int | None] | None:
     return None
   if mode == "async" and FLAGS.role == "all":
     raise UserError(f"--coordinator={coordinator} is of one role: name it with --role=learner or --role=sampler")
-  if coordinator == "auto":
+  if coordinator == hosts.AUTO:
     if (processes, process) != (None, None):
       raise UserError("--coordinator=auto finds --processes and --process by itself: leave them out")
     return coordinator, None, None
@@ -100,4 +99,4 @@ def group_of(mode: str) -> tuple[str, int | None, int | None] | None:
 
 
 if __name__ == "__main__":
-  command_line.main(program)
+  command_line.main(program, "interrupted; run the same command again to go on from the last checkpoint")

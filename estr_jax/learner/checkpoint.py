@@ -113,7 +113,7 @@ def restore_params(folder: str | os.PathLike, abstract: Params, *, step: int | N
   folder = Path(folder).absolute()
   steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
   if not steps:
-    raise UserError(f"no checkpoint in {folder}; train first, or name the --workdir of a run that has saved one")
+    raise UserError(f"no checkpoint in {folder}; train first, or name the folder of a run that has saved one")
   if step is None:
     step = max(steps)
   elif step not in steps:
@@ -189,7 +189,7 @@ def _check_tree(stored: Any, wanted: Any, folder: Path) -> None:
       a, b = (f"{t[name][0]} {t[name][1]}" if name in t else "absent" for t in (there, here))
       raise UserError(
         f"checkpoint {folder} is of another model or optimizer: {name} is {a} there and {b} here; "
-        "restore the config that wrote it, or choose another --workdir"
+        "restore the config that wrote it, or choose another folder"
       )
 
 

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from estr_jax.learner.optimizer import DECAYS, OPTIMIZERS
 from estr_jax.model.keys import undivided
-from estr_jax.options import NOT_NEGATIVE, POSITIVE, Idle, Key, Keys, Range, under
+from estr_jax.options import BOUND, NOT_NEGATIVE, POSITIVE, Idle, Key, Keys, Range, under
 
 WARM_START: Keys = under(
   "warm_start",
@@ -38,13 +38,21 @@ OPTIMIZER: Keys = under(
     "name": Key("adamw", "the optimizer", choices=sorted(OPTIMIZERS)),
     "learning_rate": Key(1e-3, "learning rate after the warm-up", POSITIVE),
     "warmup_steps": Key(0, "how long the learning rate rises to that", Range("updates", least=0)),
-    "decay": Key("constant", "how the learning rate goes on from there to the last update", choices=DECAYS),
+    "decay": Key(
+      "constant", "how the learning rate falls from there to 0 at the last update; constant: not at all", choices=DECAYS
+    ),
     "b1": Key(0.9, "decay of the mean of gradients, or momentum", _DECAY),
     "b2": Key(0.95, "decay of the mean of squared gradients", _DECAY, idle=_UNDER_SGD),
-    "eps": Key(1e-8, "added to the root of that mean", POSITIVE, idle=_UNDER_SGD),
-    "weight_decay": Key(0.0, "decay of the weights, norms and biases apart", NOT_NEGATIVE),
-    "clip_norm": Key(1.0, "largest global norm of the gradient", Range(above=0, infinite=True)),
-    "ess_step": Key(False, "VCPO: the learning rate times sqrt(effective sample size / sequences)"),
+    "eps": Key(1e-8, "added to the root of the mean of squared gradients", POSITIVE, idle=_UNDER_SGD),
+    "weight_decay": Key(
+      0.0,
+      "share of a weight that an update takes off, times the learning rate; norms and biases are exempt",
+      NOT_NEGATIVE,
+    ),
+    "clip_norm": Key(1.0, "largest global norm of the gradient", BOUND),
+    "ess_step": Key(
+      False, "whether the learning rate is multiplied by sqrt(effective sample size / sequences), as in VCPO"
+    ),
   },
 )
 
@@ -52,9 +60,9 @@ LEARNER: Keys = under(
   "learner",
   {
     "score_chunk": Key(
-      2048, "entries of the vocabulary whose logits live at once; a multiple of 128 on a TPU", POSITIVE
+      2048, "entries of the vocabulary whose logits are in memory at once; a multiple of 128 on a TPU", POSITIVE
     ),
-    "diagnostics": Key(True, "whether every row has the means of objective.diagnostics"),
+    "diagnostics": Key(True, "whether every row of metrics has the diagnostics of the objective"),
   },
 )
 

@@ -22,13 +22,13 @@ MODEL: Keys = under(
     ),
     "vocabulary": Key(
       0,
-      "0: as many as the tokenizer has; a plan for a shape without a folder needs it",
+      "size of the vocabulary; 0: the tokenizer's; a plan without model.folder needs it",
       Range("tokens", least=0),
     ),
     "width": Key(64, "width of the residual stream", POSITIVE),
-    "layers": Key(2, "layers of the decoder", POSITIVE),
-    "heads": Key(4, "heads of the queries", POSITIVE),
-    "kv_heads": Key(2, "heads of the keys and values", POSITIVE),
+    "layers": Key(2, "decoder layers", POSITIVE),
+    "heads": Key(4, "query heads", POSITIVE),
+    "kv_heads": Key(2, "key and value heads", POSITIVE),
     "head_dim": Key(16, "width of a head", POSITIVE),
     "mlp_width": Key(192, "width inside the MLP of a dense layer", POSITIVE),
     "rope_theta": Key(10_000.0, "base of the rotary positions (RoPE)", POSITIVE),
@@ -41,7 +41,9 @@ MODEL: Keys = under(
     "expert_mlp_width": Key(0, "width inside the MLP of an expert", NOT_NEGATIVE),
     "norm_topk_prob": Key(False, "whether the weights of a token's experts sum to 1"),
     "dtype": Key("float32", "type of the computation; parameters and scoring are float32", choices=DTYPES),
-    "remat": Key("none", "what the backward pass keeps of each layer and does not recompute", choices=sorted(REMAT)),
+    "remat": Key(
+      "none", "what the backward pass keeps of each layer, the rest being recomputed", choices=sorted(REMAT)
+    ),
   },
 )
 

@@ -14,9 +14,8 @@ from estr_jax.objective.aggregation import AGGREGATIONS
 from estr_jax.objective.losses import SCORES, Method, keywords, needs, own_values
 from estr_jax.objective.penalties import ANCHORS, KL_ESTIMATORS
 from estr_jax.objective.triangle import EDGES
-from estr_jax.options import NOT_NEGATIVE, POSITIVE, Idle, Key, Keys, Range, Word, keys_of, under
+from estr_jax.options import BOUND, NOT_NEGATIVE, POSITIVE, Idle, Key, Keys, Range, Word, keys_of, under
 
-_BAND = Range(above=0, infinite=True)
 _CALIBRATE = Word("calibrate:FRACTION with a fraction between 0 and 1", lambda value: 0 < (fraction_of(value) or 0) < 1)
 
 
@@ -57,16 +56,16 @@ def keys(methods: Mapping[str, Method]) -> Keys:
       choices=EDGES,
       idle=(not_taken("edge"),),
     ),
-    "clip_low": Key(
-      0.2, "a ratio is cut at 1 - this; the sibling paper's", _BAND, idle=(not_taken("clip_low"), no_clip)
-    ),
-    "clip_high": Key(
-      0.28, "a ratio is cut at 1 + this; the sibling paper's", _BAND, idle=(not_taken("clip_high"), no_clip)
-    ),
+    "clip_low": Key(0.2, "a ratio is cut at 1 - this; BRACE's", BOUND, idle=(not_taken("clip_low"), no_clip)),
+    "clip_high": Key(0.28, "a ratio is cut at 1 + this; BRACE's", BOUND, idle=(not_taken("clip_high"), no_clip)),
     "aggregation": Key(
-      "token_mean", "how tokens are weighed; sequence_sum is over sampling.context", choices=sorted(AGGREGATIONS)
+      "token_mean",
+      "how tokens are weighed (docs/methods.md); sequence_sum divides by sampling.context",
+      choices=sorted(AGGREGATIONS),
     ),
-    "entropy.coefficient": Key(0.0, "coefficient of a bonus on the learner's entropy, at the start", NOT_NEGATIVE),
+    "entropy.coefficient": Key(
+      0.0, "coefficient of a bonus on the learner's entropy; with a target, the first", NOT_NEGATIVE
+    ),
     "entropy.target": Key(
       0.0,
       "target of the entropy; above 0 the coefficient is adapted, and acts only while the batch's recorded entropy is "
@@ -76,8 +75,8 @@ def keys(methods: Mapping[str, Method]) -> Keys:
     "entropy.step": Key(
       1e-4, "change of the adapted coefficient in an update; Skywork-OR1's", POSITIVE, idle=no_target
     ),
-    "entropy.largest": Key(0.005, "the adapted coefficient is at most this; Skywork-OR1's", POSITIVE, idle=no_target),
-    "kl.coefficient": Key(0.0, "coefficient of a penalty on the KL from an anchor", NOT_NEGATIVE),
+    "entropy.largest": Key(0.005, "largest adapted coefficient; Skywork-OR1's", POSITIVE, idle=no_target),
+    "kl.coefficient": Key(0.0, "coefficient of a penalty on the KL from loss.kl.anchor", NOT_NEGATIVE),
     "kl.estimator": Key(
       "k2",
       "how the KL is estimated; as a loss only k2 has the gradient of KL(pi || anchor)",
@@ -100,7 +99,9 @@ def keys(methods: Mapping[str, Method]) -> Keys:
   for name, method in methods.items():
     loss |= under(name, own_keys(name, method))
   advantage: Keys = {
-    "name": Key("grpo", "how rewards become advantages", choices=sorted(ESTIMATORS), idle=(own_baseline,)),
+    "name": Key(
+      "grpo", "how rewards become advantages (docs/methods.md)", choices=sorted(ESTIMATORS), idle=(own_baseline,)
+    ),
     "eps": Key(1e-6, "added to the standard deviation", POSITIVE, idle=(own_baseline, no_deviation)),
   }
   return under("loss", loss) | under("advantage", advantage)
@@ -135,7 +136,7 @@ def rules(c: ConfigDict, methods: Mapping[str, Method], arguments: Mapping[str, 
     for low, high in (("low", "high"), ("ratio_low", "ratio_high")):
       if low in own and high in own and not own[low] < own[high]:
         yield (
-          f"loss.{name}.{low}={own[low]} is not below loss.{name}.{high}={own[high]}, so no ratio lies between them"
+          f"loss.{name}.{low}={own[low]} is not below loss.{name}.{high}={own[high]}, so nothing lies between them"
         )
   bonus, kl, name = c.loss.entropy, c.loss.kl, c.loss.name
   if bonus.target and bonus.coefficient > bonus.largest:

@@ -36,7 +36,7 @@ def write_report(workdir: str | Path) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any]:
   if not path.is_file():
-    raise UserError(f"there is no {path}: give the --workdir of a run")
+    raise UserError(f"there is no {path}: give the folder of a run")
   try:
     return json.loads(path.read_text(encoding="utf-8"))
   except ValueError:

@@ -41,7 +41,7 @@ class MetricsFile:
     rows = read(self.path) if self.path.exists() else []
     if rows and resume_step is None:
       raise UserError(
-        f"{self.path} already holds {len(rows)} steps of another run: choose another --workdir, or delete that one"
+        f"{self.path} already holds {len(rows)} steps of another run: choose another folder, or delete that one"
       )
     kept = [row for row in rows if row["step"] <= resume_step] if resume_step is not None else []
     self.last_step: int | None = kept[-1]["step"] if kept else None
@@ -91,7 +91,7 @@ def read(path: str | Path) -> list[Row]:
   """
   path = Path(path)
   if not path.is_file():
-    raise UserError(f"there is no {path}: give the --workdir of a run that has done at least one step")
+    raise UserError(f"there is no {path}: give the folder of a run that has done at least one step")
   *lines, _torn = path.read_bytes().split(b"\n")
   rows = []
   for number, line in enumerate(lines, start=1):

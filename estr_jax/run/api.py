@@ -213,7 +213,12 @@ def sample(
     UserError: a question is longer than the run's context, or has characters that its tokenizer lacks.
   """
   settings, tokenizer = loaded.settings, loaded.tokenizer
+  if isinstance(prompts, str):
+    raise UserError(f"prompts is one string, {prompts!r}; give a list of questions")
   examples = [{"question": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
+  for number, example in enumerate(examples):
+    if not isinstance(example, Mapping) or not isinstance(example.get("question"), str):
+      raise UserError(f'prompt {number} is {example!r}; give a question, or {{"question": ..., "answer": ...}}')
   asked = []
   for group, example in enumerate(examples):
     tokens = np.asarray(settings.task.encode(tokenizer, example["question"]), np.int32)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from estr_jax.errors import UserError
 from estr_jax.run import pages
-from estr_jax.run.options import flat, keys, unknown
+from estr_jax.run.options import keys, unknown
 from estr_jax.runtime.launch import launched
 
 _HELP = ("--help", "-help", "-h")
@@ -46,7 +46,6 @@ def parse(argv: Sequence[str], define: Callable[[], None], program: str) -> None
     rest = flags.FLAGS(list(argv))
     if flags.FLAGS.config is not None:
       flags.FLAGS.config.to_dict()  # a file that cannot be read is reported at its first use
-      _read_infinity(flags.FLAGS.config)
   except flags.Error as error:
     # What a config file raised comes as a whole traceback; its last line is what the file said.
     raise UserError(str(error).strip().splitlines()[-1]) from error
@@ -70,14 +69,6 @@ def _unknown_key(argv: Sequence[str]) -> UserError | None:
   return None
 
 
-def _read_infinity(config: ConfigDict) -> None:
-  """--config.loss.estr.tau=inf is a string, since the key takes strings too."""
-  known = keys()
-  for name, value in flat(config):
-    if value == "inf" and name in known and known[name].word is not None:
-      config.update_from_flattened_dict({name: float("inf")})
-
-
 def _help(program: str, names: Sequence[str], group: str) -> str:
   """Usage and flags; with a group, or a key, of the config what its keys mean."""
   if group:
@@ -97,8 +88,12 @@ def _help(program: str, names: Sequence[str], group: str) -> str:
   return "\n".join(lines)
 
 
-def main(program: Callable[[], int]) -> None:
-  """Runs a program; a user's mistake is one line on standard error and exit status 2."""
+def main(program: Callable[[], int], interrupted: str = "interrupted") -> None:
+  """Runs a program; a user's mistake is one line on standard error and exit status 2.
+
+  Args:
+    interrupted: what is said at Ctrl-C.
+  """
   try:
     sys.exit(program())
   except UserError as error:
@@ -110,7 +105,7 @@ def main(program: Callable[[], int]) -> None:
     sys.exit(error.status)
   except KeyboardInterrupt:
     if not launched():  # else the launcher says it
-      print("interrupted; run the same command again to go on from the last checkpoint", file=sys.stderr)
+      print(interrupted, file=sys.stderr)
     # Everything has been unwound, but threads of XLA or Orbax may be at work, with which an interpreter cannot end.
     sys.stdout.flush()
     sys.stderr.flush()

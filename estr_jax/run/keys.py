@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from estr_jax.model.keys import undivided
-from estr_jax.options import POSITIVE, Key, Keys, Range, under
+from estr_jax.options import NOT_NEGATIVE, POSITIVE, Key, Keys, Range, under
 
 MODES = ("async", "sync", "simulated")
 
 RUN: Keys = {
-  "seed": Key(0, "seed of prompts, new weights, sampling and evaluation", Range(least=0, below=2**32)),
+  "seed": Key(0, "from which prompts, new weights, sampling and evaluation are drawn", Range(least=0, below=2**32)),
   "mode": Key(
     "async",
     "async: learner and samplers are processes joined by gRPC. sync: one process, each batch sampled by the newest "
@@ -21,14 +21,14 @@ RUN: Keys = {
   "cache_dir": Key("~/.cache/estr_jax", "prepared prompts, warm starts and compiled programs, shared by all runs"),
 }
 
-CHECKPOINT: Keys = under("checkpoint", {"every": Key(20, "from one checkpoint to the next", Range("updates", above=0))})
+CHECKPOINT: Keys = under("checkpoint", {"every": Key(20, "updates between two checkpoints", POSITIVE)})
 
 EVAL: Keys = under(
   "eval",
   {
-    "prompts": Key(512, "held-out prompts before the first update and after the last", POSITIVE),
-    "every": Key(20, "from one evaluation in between to the next; 0: none in between", Range("updates", least=0)),
-    "every_prompts": Key(128, "held-out prompts of an evaluation in between", POSITIVE),
+    "prompts": Key(512, "held-out prompts of the evaluations before the first update and after the last", POSITIVE),
+    "every": Key(20, "updates between two evaluations during the run; 0: none", NOT_NEGATIVE),
+    "every_prompts": Key(128, "held-out prompts of an evaluation during the run", POSITIVE),
     "slots": Key(128, "sequences that are evaluated side by side", POSITIVE),
   },
 )

@@ -121,7 +121,7 @@ def _take_over(settings: Settings, workdir: Path, checkpoints: Checkpoints) -> i
   if stale and latest not in (None, 0, c.steps):
     raise UserError(
       f"{workdir} holds step {latest} of a simulated run, whose past weights are not kept: going on would not have "
-      "the staleness that was asked for; take another --workdir to start anew"
+      "the staleness that was asked for; take another folder to start anew"
     )
   if latest is not None:
     check_same(c, workdir)

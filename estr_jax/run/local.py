@@ -3,12 +3,14 @@
 Each gets its job on its standard input, objects of the user's own included, which no command line could carry.
 """
 
+import pickle
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
 
+from estr_jax.errors import UserError
 from estr_jax.objective.losses import METHODS, Method
 from estr_jax.run import options
 from estr_jax.run.options import Settings
@@ -43,10 +45,21 @@ def run_processes(settings: Settings, workdir: Path, name: str, *, quiet: bool =
   method = None if METHODS.get(settings.config.loss.name) is settings.method else settings.method
   job = Job(settings.config.to_dict(), task, method, workdir, name, quiet)
   # Where this process finds its modules, the others find them too; to be known before the rest can be read.
-  data = cloudpickle.dumps((sys.path, cloudpickle.dumps(job)))
+  try:
+    data = cloudpickle.dumps((sys.path, cloudpickle.dumps(job)))
+  except (TypeError, pickle.PicklingError) as error:
+    raise UserError(
+      f"the task or loss that was passed cannot be sent to another process ({error}); keep locks, files and devices "
+      "out of it, or take mode=sync"
+    ) from error
   program = [sys.executable, "-m", "estr_jax.run.process", f"--workdir={workdir}"]
-  launch({role: [*program, f"--role={role}"] for role in ("learner", "sampler")}, data, workdir)
+  commands = {role: [*program, f"--role={role}"] for role in ("learner", "sampler")}
+  launch(commands, data, workdir, say=(lambda line: None) if quiet else _to_stderr)
   return read_summary(workdir)
+
+
+def _to_stderr(line: str) -> None:
+  print(line, file=sys.stderr)
 
 
 def received() -> Job:

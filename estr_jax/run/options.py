@@ -5,10 +5,12 @@ own keys.py; here they are put together and checked.
 """
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict, FieldReference
 
 from estr_jax.errors import UserError
@@ -31,11 +33,11 @@ Methods = Mapping[str, Method]
 Tasks = Mapping[str, Task]
 
 
-def keys(methods: Methods = METHODS, task_names: Tasks = TASKS) -> Keys:
+def keys(methods: Methods = METHODS, known_tasks: Tasks = TASKS) -> Keys:
   """Every key by its dotted name, in the order in which a person reads them."""
   return {
     **run.RUN,
-    **tasks.keys(task_names),
+    **tasks.keys(known_tasks),
     **model.MODEL,
     **learner.WARM_START,
     **objective.keys(methods),
@@ -142,6 +144,7 @@ def make(
   for name, value in chosen.items():
     _set(made, name, value)
   _check_keys(made, known)
+  _read_infinity(made, known)
   _check_values(made, known)
   chosen_task, chosen_method = all_tasks[made.task.name], methods[made.loss.name]
   for line in _rules(made, chosen_task, methods, chosen_method):
@@ -165,7 +168,7 @@ def _check_loss(loss: Loss) -> None:
   if not name.isidentifier():
     raise UserError(f"loss={loss!r} has no name; give a function, `def NAME(policy, batch, *, ...)`")
   shared = {key for key, _ in flat(defaults().loss)}
-  if name in METHODS or name in shared | {"entropy", "kl"}:
+  if name in METHODS or name in defaults().loss:
     raise UserError(
       f"loss {name} is a name of the package's own (docs/methods.md, docs/config.md); call yours otherwise"
     )
@@ -173,6 +176,12 @@ def _check_loss(loss: Loss) -> None:
     own = keys_of(loss)
   except (ValueError, NameError) as error:
     raise UserError(f"loss {error}") from error
+  positional = [p.name for p in inspect.signature(loss).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+  if len(positional) != 2:
+    raise UserError(
+      f"loss {name} takes {', '.join(positional)} by position, not policy and batch alone; put what else it takes "
+      "behind *, as keys"
+    )
   for key in keywords(loss):
     if key not in own and key not in shared:
       raise UserError(f"loss {name} takes {key}, which has no default and is no key that losses share; give it one")
@@ -193,11 +202,27 @@ def _overridden(overrides: Mapping[str, Any], known: Keys, chosen: Mapping[str, 
       raise unknown(name, known)
     if name in chosen and value != chosen[name]:
       raise UserError(f"{name}={value} is not the one that was passed, {chosen[name]}; leave {name} out")
+    value = value.item() if isinstance(value, np.generic) else value
     try:
       _set(made, name, value)
     except TypeError as error:
-      raise UserError(f"{name}={value!r} is of another type than its default, {known[name].default!r}") from error
+      raise UserError(known[name].complaint(name, value) or f"{name}={value!r}: {error}") from error
   return made
+
+
+def _read_infinity(config: ConfigDict, known: Keys) -> None:
+  """A key that takes words takes "inf" too: the command line gives its numbers as they are, but that one as a word."""
+  for name, key in known.items():
+    if key.word is not None and _get(config, name) == "inf":
+      with config.ignore_type():
+        _set(config, name, math.inf)
+
+
+def _get(config: ConfigDict, name: str) -> Any:
+  found: Any = config
+  for part in name.split("."):
+    found = found[part]
+  return found
 
 
 def _set(config: ConfigDict, name: str, value: Any) -> None:

@@ -32,8 +32,13 @@ def get_config() -> ConfigDict:
 _TABLE_HEAD = """# Config keys
 
 Written by `make pages` from the declarations (`estr_jax/*/keys.py`; the keys of a loss from its signature and
-docstring); a test fails where they differ. `--config.KEY=VALUE` sets a key; `--help=GROUP` lists a group. A key whose
-value has no effect is refused unless it is at its default; the last column says when that is.
+docstring); a test fails where they differ. `--config.KEY=VALUE` sets a key; `--help=GROUP` lists a group. Where the
+last column says that a key has no effect, another value than its default is refused.
+
+Of the losses: mu is the policy that sampled a token, pi the one that is updated, q the learner's before the update.
+r is pi / mu, or pi / q on the proximal edge; delta = log pi - log mu; H is the entropy of mu, and
+S = delta^2 / (H + eps). A is the advantage, W the product of a sequence's ratios. "Ours" is a default of this package;
+"the paper's" is ESTR's (arXiv 2607.22186), "BRACE's" is that of a sibling paper of the same group.
 """
 
 

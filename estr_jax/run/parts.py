@@ -178,7 +178,11 @@ def schedule_of(settings: Settings) -> Schedule:
 
 def tls_of(settings: Settings) -> Tls | None:
   t = settings.config.transport
-  return Tls(t.tls_certificate, t.tls_key or None) if t.tls_certificate else None
+  return Tls(_home(t.tls_certificate), _home(t.tls_key) if t.tls_key else None) if t.tls_certificate else None
+
+
+def _home(path: str) -> str:
+  return os.fspath(Path(path).expanduser())
 
 
 def token_of(settings: Settings) -> str | None:
@@ -188,6 +192,6 @@ def token_of(settings: Settings) -> str | None:
     return None
   try:
     return Path(path).expanduser().read_text().strip()
-  except OSError as error:
-    line = f"transport.token_file={path} cannot be read: {error.strerror}; name a file that holds a token"
+  except (OSError, UnicodeDecodeError) as error:
+    line = f"transport.token_file={path} cannot be read ({error}); name a file that holds a token"
     raise UserError(line) from error

@@ -1,9 +1,8 @@
 """A process that `local.run_processes` started: python -m estr_jax.run.process --workdir=DIR --role=learner|sampler
 
-Its job comes on its standard input; the arguments say it to whoever looks at the list of processes.
+Its job comes on its standard input, its role as an argument; the folder is there for whoever lists the processes.
 """
 
-import signal
 import sys
 
 from estr_jax.errors import UserError
@@ -14,8 +13,7 @@ from estr_jax.runtime import launch
 def main(role: str) -> int:
   job = received()
   launch.die_with_parent()
-  # Unwinds like Ctrl-C: the terminal is given back, and a checkpoint that is being written is finished.
-  signal.signal(signal.SIGTERM, signal.default_int_handler)
+  launch.unwind_on_sigterm()
   settings = job.settings()
   if role == "sampler":
     from estr_jax.run.sampler import run_sampler
@@ -30,6 +28,8 @@ def main(role: str) -> int:
 
 def program() -> int:
   role = sys.argv[-1].removeprefix("--role=")
+  if role not in ("learner", "sampler"):
+    raise UserError(f"{sys.argv[-1]} is no role; a run starts this program by itself")
   try:
     return main(role)
   except UserError as error:

@@ -76,13 +76,18 @@ def check_same(config: ConfigDict, workdir: Path) -> None:
   """Raises UserError unless config.json is there and differs from `config` only in what may change."""
   before, after = dict(options.flat(read_config(workdir))), dict(options.flat(config.to_dict()))
   for name in sorted(before.keys() | after.keys()):
-    free = name.startswith(MAY_CHANGE) or (name == "steps" and config.optimizer.decay == "constant")
+    free = may_change(name) or (name == "steps" and config.optimizer.decay == "constant")
     if not free and (name not in before or name not in after or before[name] != after[name]):
       there, here = (tree.get(name, "absent") for tree in (before, after))
       raise UserError(
         f"{workdir} holds a run with another config: {name} was {there} and is {here}; "
-        "take the old value to go on, or another workdir to start anew"
+        "take the old value to go on, or another folder to start anew"
       )
+
+
+def may_change(name: str) -> bool:
+  """Whether a key may differ between a run and its resumption."""
+  return any(name.startswith(key) if key.endswith(".") else name == key for key in MAY_CHANGE)
 
 
 def read_summary(workdir: Path) -> dict[str, Any]:
@@ -96,9 +101,9 @@ def read_config(workdir: Path) -> dict[str, Any]:
   try:
     config = json.loads(path.read_text())
   except (OSError, ValueError) as error:
-    raise UserError(f"{path} cannot be read ({error}); name the workdir of a run, or take another one") from error
+    raise UserError(f"{path} cannot be read ({error}); name the folder of a run, or take another one") from error
   if not isinstance(config, dict):
-    raise UserError(f"{path} holds no config; take another workdir to start anew")
+    raise UserError(f"{path} holds no config; take another folder to start anew")
   return config
 
 

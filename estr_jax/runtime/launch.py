@@ -5,12 +5,12 @@ import dataclasses
 import fcntl
 import json
 import os
+import secrets
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +20,7 @@ from estr_jax.observe.writers import write_json
 LOCK = ".lock"  # in the workdir: held by the learner
 RENDEZVOUS = "learner.json"  # in the workdir: where the learner listens, written by the learner
 PARENT_PIPE = "ESTR_JAX_PARENT_PIPE"  # set for children, whose standard input then ends when the parent does
-LEARNER_PID = "ESTR_JAX_LEARNER_PID"  # set for samplers: whose rendezvous counts
+LAUNCH = "ESTR_JAX_LAUNCH"  # set for children: a word of this launch alone, by which a sampler knows its learner
 FAULT_PIPE = "ESTR_JAX_FAULT_PIPE"  # set for the learner: where it writes the line of a user's mistake
 _LENGTH = 8  # bytes before a job that say how long it is
 
@@ -28,11 +28,12 @@ _LOOK_S = 0.2
 _RESTARTS = 3  # of a sampler; it holds nothing that the learner could not lease anew
 _UNWIND_S = 20.0  # for a process to end after SIGTERM, a checkpoint on its way included
 _GOODBYE_S = 20.0  # for a sampler to see that the run is over
+_ASKED_TO_END = 130  # the status of a child that SIGTERM unwound
 
 
 def announce_learner(workdir: Path, address: str) -> None:
   """The learner says where it listens."""
-  write_json(workdir / RENDEZVOUS, {"address": address, "pid": os.getpid()})
+  write_json(workdir / RENDEZVOUS, {"address": address, "pid": os.getpid(), "launch": os.environ.get(LAUNCH)})
 
 
 def find_learner(workdir: Path, address: str) -> str:
@@ -46,13 +47,13 @@ def find_learner(workdir: Path, address: str) -> str:
   """
   if not address.endswith(":0"):
     return address
-  if LEARNER_PID not in os.environ:
+  if LAUNCH not in os.environ:
     raise UserError(f"transport.address={address} is not known before the learner runs; name a port for both sides")
   path = workdir / RENDEZVOUS
   while True:
     if path.exists():
       found = json.loads(path.read_text())
-      if found["pid"] == int(os.environ[LEARNER_PID]):
+      if found["launch"] == os.environ[LAUNCH]:
         return found["address"]
     time.sleep(_LOOK_S)
 
@@ -68,8 +69,10 @@ def only_learner(workdir: Path) -> Iterator[None]:
     try:
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-      holder = os.read(lock, 20).decode()
-      raise UserError(f"process {holder} is training in {workdir}; stop it, or take another --workdir") from error
+      holder = os.read(lock, 20).decode() or "of another learner"
+      raise UserError(f"process {holder} is training in {workdir}; stop it, or take another folder") from error
+    except OSError as error:
+      raise UserError(f"{workdir} cannot be locked: {error.strerror}; take a file system that has locks") from error
     with contextlib.suppress(OSError):  # the number only helps a reader, and a full disk is reported by who needs it
       os.truncate(lock, 0)
       os.write(lock, str(os.getpid()).encode())
@@ -95,6 +98,11 @@ def die_with_parent() -> None:
   threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
+def unwind_on_sigterm() -> None:
+  """SIGTERM unwinds like Ctrl-C: the terminal is given back, and a checkpoint that is being written is finished."""
+  signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def receive_job() -> bytes:
   """What `launch` hands to this process, on its standard input."""
   length = int.from_bytes(_read(_LENGTH), "little")
@@ -106,7 +114,7 @@ def _read(size: int) -> bytes:
   while len(data) < size:
     part = os.read(0, size - len(data))
     if not part:
-      raise RuntimeError("the process that started this one is gone")
+      raise SystemExit("the process that started this one is gone")
     data += part
   return data
 
@@ -131,25 +139,39 @@ class _Children:
 
   def __init__(self, commands: Mapping[str, Sequence[str]], job: bytes, workdir: Path):
     self._commands, self._job, self._workdir = commands, job, workdir
-    self._environment = {**os.environ, PARENT_PIPE: "1"}
-    self._fault, write_end = os.pipe()
-    self.learner = _Child("learner", self._start("learner", write_end))
-    os.close(write_end)  # the learner's alone: its end is then the end of what can be read
-    self._environment[LEARNER_PID] = str(self.learner.process.pid)
-    self.samplers = [_Child(role, self._start(role)) for role in commands if role != "learner"]
+    self._environment = {**os.environ, PARENT_PIPE: "1", LAUNCH: secrets.token_hex(8)}
+    self._fault, self._learners_end = os.pipe()
+    self._all: list[_Child] = []  # the learner first
 
-  def _start(self, role: str, fault_pipe: int | None = None) -> subprocess.Popen:
-    environment = self._environment if fault_pipe is None else {**self._environment, FAULT_PIPE: str(fault_pipe)}
-    with contextlib.nullcontext() if role == "learner" else open(self._log(role), "ab") as output:
-      process = subprocess.Popen(
-        self._commands[role],
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=output,
-        env=environment,
-        pass_fds=() if fault_pipe is None else (fault_pipe,),
-        start_new_session=True,
-      )
+  def start(self) -> subprocess.Popen:
+    """The learner's process. Raises UserError where one cannot be started; those that were go on until `end`."""
+    learner = self._start("learner")
+    self._all.append(_Child("learner", learner))
+    for role in self._commands:
+      if role != "learner":
+        self._all.append(_Child(role, self._start(role)))
+    return learner
+
+  @property
+  def samplers(self) -> list[_Child]:
+    return self._all[1:]
+
+  def _start(self, role: str) -> subprocess.Popen:
+    leads = role == "learner"
+    more = {FAULT_PIPE: str(self._learners_end)} if leads else {}
+    try:
+      with contextlib.nullcontext() if leads else open(self._log(role), "ab") as output:
+        process = subprocess.Popen(
+          self._commands[role],
+          stdin=subprocess.PIPE,
+          stdout=output,
+          stderr=output,
+          env=self._environment | more,
+          pass_fds=(self._learners_end,) if leads else (),
+          start_new_session=True,
+        )
+    except OSError as error:
+      raise UserError(f"the {role} cannot be started: {error.strerror}: {error.filename}") from error
     with contextlib.suppress(BrokenPipeError):  # it has ended already, which is seen when it is looked at
       pipe = _stdin(process)
       pipe.write(len(self._job).to_bytes(_LENGTH, "little") + self._job)
@@ -159,37 +181,38 @@ class _Children:
   def _log(self, role: str) -> Path:
     return self._workdir / f"{role}.log"
 
-  def look_after(self, sampler: _Child) -> None:
+  def look_after(self, sampler: _Child, say: Callable[[str], None]) -> None:
     """Starts a killed sampler again. Raises UserError where it failed, or was killed too often."""
     status = sampler.process.poll()
     if status is None or status == 0:
       return
-    if status > 0 or sampler.restarts == _RESTARTS:
+    by = _signal_of(status)
+    if by is None or sampler.restarts == _RESTARTS:
       log = self._log(sampler.role)
       line = f"{sampler.role} ended with status {status}: {_last_line(log)} (all of it: {log})"
-      raise UserError(line) if status > 0 else Killed(line, -status)
+      raise UserError(line) if by is None else Killed(line, by)
     sampler.restarts += 1
-    print(f"{sampler.role} was killed by signal {-status}; started again", file=sys.stderr)
+    say(f"{sampler.role} was killed by signal {by}; started again")
     sampler.process = self._start(sampler.role)
 
-  def learner_ended(self) -> None:
+  def learner_ended(self, status: int) -> None:
     """The samplers go home. Raises UserError, with the line of the learner, where it failed."""
-    status = self.learner.process.returncode
-    if status < 0:
-      raise Killed(
-        f"the learner was killed by signal {-status}; run the same command again to go on from the last checkpoint",
-        -status,
-      )
+    by = _signal_of(status)
+    if by is not None:
+      line = f"the learner was killed by signal {by}; run the same command again to go on from the last checkpoint"
+      raise Killed(line, by)
     if status > 0:
-      line = os.read(self._fault, 1 << 16).decode()
-      raise UserError(line or f"the learner ended with status {status}; what it said stands above")
+      os.set_blocking(self._fault, False)
+      with contextlib.suppress(BlockingIOError):  # it said nothing: a fault of ours, with its traceback above
+        raise UserError(os.read(self._fault, 1 << 16).decode())
+      raise UserError(f"the learner ended with status {status}; what it said stands above")
     deadline = time.monotonic() + _GOODBYE_S
     for child in self.samplers:
       _wait(child.process, deadline - time.monotonic())
 
   def end(self) -> None:
     """Ends those that still run."""
-    for child in (self.learner, *self.samplers):
+    for child in self._all:
       if child.process.poll() is None:
         child.process.terminate()
         if not _wait(child.process, _UNWIND_S):
@@ -198,9 +221,15 @@ class _Children:
       with contextlib.suppress(BrokenPipeError):
         _stdin(child.process).close()
     os.close(self._fault)
+    os.close(self._learners_end)
 
 
-def launch(commands: Mapping[str, Sequence[str]], job: bytes, workdir: Path) -> None:
+def launch(
+  commands: Mapping[str, Sequence[str]],
+  job: bytes,
+  workdir: Path,
+  say: Callable[[str], None],
+) -> None:
   """Runs the learner and the samplers until the learner ends.
 
   A sampler that is killed is started again; a learner that is killed ends the run, whose next start resumes it.
@@ -209,6 +238,7 @@ def launch(commands: Mapping[str, Sequence[str]], job: bytes, workdir: Path) -> 
     commands: role -> command; "learner", and any number of others, which are samplers.
     job: what each of them is to do, for `receive_job`.
     workdir: gets each sampler's output as ROLE.log.
+    say: is told of a sampler that is started again.
 
   Raises:
     UserError: the learner or a sampler failed; Killed where a signal ended it.
@@ -218,12 +248,13 @@ def launch(commands: Mapping[str, Sequence[str]], job: bytes, workdir: Path) -> 
   with _signals(interrupted):
     children = _Children(commands, job, workdir)
     try:
-      while children.learner.process.poll() is None:
+      learner = children.start()
+      while learner.poll() is None:
         if interrupted.wait(_LOOK_S):
           raise KeyboardInterrupt
         for child in children.samplers:
-          children.look_after(child)
-      children.learner_ended()
+          children.look_after(child, say)
+      children.learner_ended(learner.returncode)
     finally:
       children.end()
 
@@ -240,6 +271,13 @@ def _signals(interrupted: threading.Event) -> Iterator[None]:
   finally:
     for name, handler in before.items():
       signal.signal(name, handler)
+
+
+def _signal_of(status: int) -> int | None:
+  """What killed a child; None where it ended by itself."""
+  if status == _ASKED_TO_END:
+    return signal.SIGTERM.value
+  return -status if status < 0 else None
 
 
 def _stdin(process: subprocess.Popen) -> IO[bytes]:

@@ -187,7 +187,7 @@ def _check_finite(metrics: Mapping[str, Metric], version: int) -> None:
     value = float(mean_of(metrics, name).value())
     if not np.isfinite(value):
       raise UserError(
-        f"{name} is {value} in the update to version {version}: training has diverged; start anew in another --workdir "
+        f"{name} is {value} in the update to version {version}: training has diverged; start anew in another folder "
         "with a lower optimizer.learning_rate or a tighter trust region"
       )
 

@@ -20,15 +20,17 @@ SAMPLING: Keys = under(
     "top_k": Key(0, "0 is off; anything else is refused for training"),
     "record_vocabulary": Key(
       False,
-      "whether log mu of the whole vocabulary travels with every token: for vocabularies of up to 1,024, and what asks "
-      "for it",
+      "whether log mu of the whole vocabulary travels with every token, as some losses need; for vocabularies of up to "
+      "1,024",
     ),
     "record_routing": Key(
       False,
       "of a mixture of experts: whether a token's experts travel with it, layers x experts_per_token bytes, and the "
       "learner takes them in place of its own routers' choice, which rounding and new weights move elsewhere",
     ),
-    "rebuild_cache": Key(False, "whether the keys of unfinished sequences are computed anew when new weights arrive"),
+    "rebuild_cache": Key(
+      False, "whether the attention cache of unfinished sequences is recomputed when new weights arrive"
+    ),
   },
 ) | mesh("sampling.mesh", idle=(_OWN_DEVICES,))
 

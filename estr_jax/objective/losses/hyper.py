@@ -2,12 +2,11 @@
 
 from typing import Annotated
 
-from estr_jax.options import FRACTION, POSITIVE, Range
+from estr_jax.options import BOUND, FRACTION, POSITIVE, Range
 
 Positive = Annotated[float, POSITIVE]
 Fraction = Annotated[float, FRACTION]
 Nats = Annotated[float, Range(above=0, unit="nats")]
-# Of a bound, inf says that there is none.
-Bound = Annotated[float, Range(above=0, infinite=True)]
+Bound = Annotated[float, BOUND]
 NatsBound = Annotated[float, Range(above=0, infinite=True, unit="nats")]
 RatioBound = Annotated[float, Range(above=1, infinite=True)]  # never cuts a ratio of 1
