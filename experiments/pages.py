@@ -81,7 +81,7 @@ def program() -> int:
   ).parse_args()
   for name, text in PAGES.items():
     try:
-      (ROOT / name).write_text(text())
+      (ROOT / name).write_text(text(), encoding="utf-8")
     except OSError as error:
       raise UserError(f"{name} cannot be written: {error.strerror}") from error
     print(name)

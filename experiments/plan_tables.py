@@ -88,9 +88,9 @@ def main() -> int:
   for name in asked.only:
     print(name, file=sys.stderr)
     block = make(name)
-    kept = blocks(asked.out.read_text()) if asked.out.exists() else {}
+    kept = blocks(asked.out.read_text(encoding="utf-8")) if asked.out.exists() else {}
     kept[name] = block
-    asked.out.write_text("\n".join([_HEAD, *(kept[name] for name in PLANS if name in kept)]))
+    asked.out.write_text("\n".join([_HEAD, *(kept[name] for name in PLANS if name in kept)]), encoding="utf-8")
   print(asked.out)
   return 0
 

@@ -20,6 +20,7 @@ from absl import flags
 
 from estr_jax import hosts
 from estr_jax.errors import UserError
+from estr_jax.observe.writers import REPORT
 from estr_jax.run import command_line, options, workdir
 from estr_jax.run.local import run_processes
 from estr_jax.runtime.launch import unwind_on_sigterm
@@ -50,7 +51,7 @@ def program() -> int:
   if mode != "async" and FLAGS.role != "all":
     raise UserError(f"--role={FLAGS.role} has no meaning in mode={mode}, which has one role; leave it out")
   if workdir.finished(settings.config, folder):
-    print(f"{folder} holds this run, and it has done its {settings.config.steps} steps: see {folder / workdir.REPORT}")
+    print(f"{folder} holds this run, and it has done its {settings.config.steps} steps: see {folder / REPORT}")
     return 0
   if FLAGS.role == "learner" and settings.config.transport.address.endswith(":0"):
     raise UserError("samplers that are started by hand must know where to go: name a port in transport.address")
@@ -72,7 +73,7 @@ def program() -> int:
   if hosts.leads():
     from estr_jax.run.summary import in_words
 
-    print("\n".join(in_words(summary, settings, folder / workdir.REPORT)))
+    print("\n".join(in_words(summary, settings, folder / REPORT)))
   return 0
 
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs.default import get_config
-from estr_jax.objective.losses import LOSSES, arguments, choices
+from estr_jax.objective.losses import LOSSES, arguments
 from estr_jax.objective.triangle import EDGES
+from estr_jax.options import keys_of
 from estr_jax.structs import Batch, Scores, TokenLoss
 
 CONFIG = get_config().loss
@@ -24,7 +25,7 @@ KINDS = (*POLICY_KINDS, "tool", "padding")
 
 def words(name: str) -> list[dict[str, str]]:
   """Every combination of a loss's strings."""
-  every = {"edge": EDGES} | choices(LOSSES[name])
+  every = {"edge": EDGES} | {key: declared.choices for key, declared in keys_of(LOSSES[name]).items()}
   mine = {key: every[key] for key, value in hyper(name).items() if isinstance(value, str)}
   return [dict(zip(mine, values)) for values in itertools.product(*mine.values())]
 

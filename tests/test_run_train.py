@@ -9,7 +9,7 @@ import pytest
 
 import estr_jax
 from estr_jax.objective.losses import composition
-from estr_jax.run import api
+from estr_jax.run.loaded import as_arrays
 from estr_jax.tasks import TASKS
 
 SIGTERM = signal.getsignal(signal.SIGTERM)  # what it is before any run
@@ -163,7 +163,7 @@ def test_a_folder_without_a_run(tmp_path):
 def test_metrics_as_arrays():
   """Fails if a null becomes 0, or a row without a name shifts the others."""
   rows = [{"step": 0, "a": 1.0}, {"step": 1, "a": None, "h": [1, 2]}, {"step": 2, "h": [3, None]}]
-  found = api.as_arrays(rows)
+  found = as_arrays(rows)
   np.testing.assert_array_equal(found["step"], [0, 1, 2])
   np.testing.assert_array_equal(found["a"], [1, np.nan, np.nan])
   np.testing.assert_array_equal(found["h"], [[np.nan, np.nan], [1, 2], [3, np.nan]])

@@ -26,10 +26,10 @@ def write_report(workdir: str | Path) -> Path:
     UserError: a file is missing or damaged, or the disk is full.
   """
   workdir = Path(workdir)
-  rows = writers.read(workdir / "metrics.jsonl")
-  config = _read_json(workdir / "config.json")
-  summary = _read_json(workdir / "summary.json") if (workdir / "summary.json").exists() else None
-  path = workdir / "report.html"
+  rows = writers.read(workdir / writers.METRICS)
+  config = _read_json(workdir / writers.CONFIG)
+  summary = _read_json(workdir / writers.SUMMARY) if (workdir / writers.SUMMARY).exists() else None
+  path = workdir / writers.REPORT
   writers.write_text(path, _page(rows, config, summary))
   return path
 

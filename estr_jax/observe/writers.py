@@ -20,6 +20,8 @@ from estr_jax.errors import UserError
 from estr_jax.observe.glossary import GLOSSARY
 from estr_jax.structs import Mean, Metric
 
+METRICS, SUMMARY, CONFIG, REPORT = "metrics.jsonl", "summary.json", "config.json", "report.html"
+
 Row = dict[str, Any]  # {"step": int, name of the glossary: number | list of numbers | None}
 
 

@@ -97,8 +97,8 @@ def _follow(receives: Connection, folder: Path, machine_code: bool) -> Compiled:
     elif on_tpu and not machine_code and facts is not None:
       done = any(folder.glob(_LAST))
   if not on_tpu:
-    return Compiled(facts, (folder / "program").read_text(), None)
-  program, buffers = (next(folder.glob(pattern)).read_text() for pattern in (_PROGRAM, _BUFFERS))
+    return Compiled(facts, (folder / "program").read_text(encoding="utf-8"), None)
+  program, buffers = (next(folder.glob(pattern)).read_text(encoding="utf-8") for pattern in (_PROGRAM, _BUFFERS))
   return Compiled(facts, program, hlo.memory(buffers))
 
 
@@ -114,7 +114,7 @@ def _run(build: Callable[[], Job], folder: str, sends: Connection) -> None:
     options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if on_tpu else None
     compiled = job.traced.lower(lowering_platforms=(job.platform,)).compile(compiler_options=options)
     if not on_tpu:
-      Path(folder, "program").write_text(compiled.as_text())
+      Path(folder, "program").write_text(compiled.as_text(), encoding="utf-8")
     sends.send(("done", None))
   except UserError as error:
     sends.send(("wrong", str(error)))

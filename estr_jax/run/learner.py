@@ -14,14 +14,14 @@ from estr_jax.learner import step
 from estr_jax.learner.checkpoint import Checkpoints
 from estr_jax.observe.report import write_report
 from estr_jax.observe.terminal import View
-from estr_jax.observe.writers import MetricsFile, Row, write_json
+from estr_jax.observe.writers import METRICS, SUMMARY, MetricsFile, Row, write_json
 from estr_jax.run import parts
 from estr_jax.run.options import Settings
 from estr_jax.run.sources import rollouts_of
 from estr_jax.run.start import initial_params
 from estr_jax.run.summary import summarise
 from estr_jax.run.update import Update, update_of
-from estr_jax.run.workdir import CHECKPOINTS, METRICS, SUMMARY, check_same, record_config
+from estr_jax.run.workdir import CHECKPOINTS, check_same, record_config
 from estr_jax.runtime import launch
 from estr_jax.runtime.learner_loop import learner_loop
 from estr_jax.structs import Params, TrainState
@@ -44,7 +44,7 @@ def run_learner(settings: Settings, workdir: Path, name: str, *, quiet: bool = F
   """
   title = f"{settings.task.name} · {_loss(settings)} · {settings.config.mode}"
   if quiet or not hosts.leads():
-    with open(os.devnull, "w") as nowhere, View(title, settings.config.steps, file=nowhere) as view:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, View(title, settings.config.steps, file=nowhere) as view:
       return _recorded(settings, workdir, name, view) if hosts.leads() else train(settings, workdir, view)
   with View(title, settings.config.steps) as view:
     return _recorded(settings, workdir, name, view)

@@ -101,11 +101,7 @@ def table() -> str:
     group = name.partition(".")[0] if "." in name else "the run"
     if group != last:
       last = group
-      lines += [
-        f"\n## {group}\n",
-        "| key | default | unit | allowed | meaning | no effect |",
-        "|---|---|---|---|---|---|",
-      ]
+      lines += [f"\n## {group}\n", *_COLUMNS]
     idle = "; ".join(idle.because for idle in key.idle)
     cells = (f"`{name}`", f"`{_literal(key.default)}`", key.range.unit, _allowed(key), key.meaning.rstrip("."), idle)
     lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -60,7 +60,7 @@ def tokenizer_of(settings: Settings) -> Tokenizer:
   if folder is not None:
     return FolderTokenizer(folder)
   if task.alphabet is None:
-    raise UserError(f"task.name={task.name} speaks to a chat model and model.folder is empty")
+    raise RuntimeError(f"task {task.name} has no alphabet, which tasks.keys.rules refuses")
   return CharTokenizer(task.alphabet)
 
 
@@ -147,20 +147,32 @@ def stream_of(settings: Settings, tokenizer: Tokenizer) -> PromptStream:
   )
 
 
-def engine_of(settings: Settings, model: DecoderConfig, tokenizer: Tokenizer, mesh: Mesh) -> Engine:
+def sampling_of(settings: Settings, slots: int) -> Sampling:
+  """As the config says, with another number of slots."""
   s = settings.config.sampling
-  recorded = s.record_vocabulary, s.record_routing
-  sampling = Sampling(s.slots, s.context, s.chunk, s.temperature, s.rebuild_cache, *recorded)
+  return Sampling(
+    slots=slots,
+    context=s.context,
+    chunk=s.chunk,
+    temperature=s.temperature,
+    rebuild_cache=s.rebuild_cache,
+    record_vocabulary=s.record_vocabulary,
+    record_routing=s.record_routing,
+  )
+
+
+def engine_of(settings: Settings, model: DecoderConfig, tokenizer: Tokenizer, mesh: Mesh) -> Engine:
+  sampling = sampling_of(settings, settings.config.sampling.slots)
   return Engine(model, settings.task, tokenizer, sampling, key(settings, SAMPLING), mesh=mesh)
 
 
 def evaluator_of(
   settings: Settings, model: DecoderConfig, tokenizer: Tokenizer, stream: PromptStream, mesh: Mesh
 ) -> Evaluator:
-  s, e = settings.config.sampling, settings.config.eval
-  sampling = Sampling(
-    e.slots, s.context, s.chunk, s.temperature, rebuild_cache=False, record_vocabulary=False, record_routing=False
-  )
+  e = settings.config.eval
+  # Under one version of the weights, and nobody reads what is recorded.
+  plain = dict(rebuild_cache=False, record_vocabulary=False, record_routing=False)
+  sampling = dataclasses.replace(sampling_of(settings, e.slots), **plain)
   prompts = stream.heldout(max(e.prompts, e.every_prompts))
   return Evaluator(model, settings.task, tokenizer, prompts, sampling, key(settings, EVALUATION), mesh)
 
@@ -191,7 +203,7 @@ def token_of(settings: Settings) -> str | None:
   if not path:
     return None
   try:
-    return Path(path).expanduser().read_text().strip()
+    return Path(path).expanduser().read_text(encoding="utf-8").strip()
   except (OSError, UnicodeDecodeError) as error:
     line = f"transport.token_file={path} cannot be read ({error}); name a file that holds a token"
     raise UserError(line) from error

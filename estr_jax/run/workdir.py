@@ -8,17 +8,13 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from estr_jax.errors import UserError
-from estr_jax.observe.writers import write_text
+from estr_jax.observe.writers import CONFIG, REPORT, SUMMARY, write_text
 from estr_jax.run import options
 from estr_jax.run.options import Settings
 from estr_jax.tasks import TASKS
 from estr_jax.tasks.task import Task
 
-METRICS = "metrics.jsonl"
-SUMMARY = "summary.json"
-REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
-CONFIG = "config.json"
 
 # May differ between a run and its resumption; everything else would make it another run. "a." is all of a group.
 # So may "steps", where the learning rate does not depend on them.
@@ -57,7 +53,7 @@ def finished(config: ConfigDict, workdir: Path) -> bool:
   """
   summary, report = workdir / SUMMARY, workdir / REPORT
   try:
-    done = json.loads(summary.read_text())["steps"] >= config.steps
+    done = json.loads(summary.read_text(encoding="utf-8"))["steps"] >= config.steps
     done = done and report.stat().st_mtime >= summary.stat().st_mtime
   except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: it is written anew at the end
     return False
@@ -92,14 +88,14 @@ def may_change(name: str) -> bool:
 
 def read_summary(workdir: Path) -> dict[str, Any]:
   """summary.json of a finished run."""
-  return json.loads((workdir / SUMMARY).read_text())
+  return json.loads((workdir / SUMMARY).read_text(encoding="utf-8"))
 
 
 def read_config(workdir: Path) -> dict[str, Any]:
   """config.json as it was written. Raises UserError where it is absent or damaged."""
   path = workdir / CONFIG
   try:
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
   except (OSError, ValueError) as error:
     raise UserError(f"{path} cannot be read ({error}); name the folder of a run, or take another one") from error
   if not isinstance(config, dict):

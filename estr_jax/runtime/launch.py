@@ -52,7 +52,7 @@ def find_learner(workdir: Path, address: str) -> str:
   path = workdir / RENDEZVOUS
   while True:
     if path.exists():
-      found = json.loads(path.read_text())
+      found = json.loads(path.read_text(encoding="utf-8"))
       if found["launch"] == os.environ[LAUNCH]:
         return found["address"]
     time.sleep(_LOOK_S)

@@ -36,6 +36,9 @@ def parse(arguments: Sequence[str]) -> Sequence[Callable[[], Iterator[Check]]]:
 
 
 def program() -> int:
+  if sys.argv[1:] in (["--help"], ["-h"]):
+    print(f"{__doc__.strip()}\n\nBenchmarks: {', '.join(BENCHMARKS)}")
+    return 0
   short = 0
   for measure in parse(sys.argv[1:]):
     for check in measure():

@@ -27,7 +27,6 @@ To add a loss: one function, one entry in METHODS, and one float64 reference in 
 
 import dataclasses
 import inspect
-import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,7 +39,7 @@ from estr_jax.structs import Batch, Scores, TokenLoss
 
 Loss = Callable[..., TokenLoss]  # (policy, batch, **hyper)
 
-__all__ = ["LOSSES", "METHODS", "SCORES", "Loss", "Method", "arguments", "choices", "keywords", "needs", "own_values"]
+__all__ = ["LOSSES", "METHODS", "SCORES", "Loss", "Method", "arguments", "keywords", "needs", "own_values"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +120,6 @@ def arguments(name: str, loss: Loss, keys: Mapping[str, Any]) -> dict[str, Any]:
   """The keyword arguments of a loss from the `loss` keys of a config: its own first, then those that losses share."""
   own = own_values(name, keys)
   return {key: own[key] if key in own else keys[key] for key in keywords(loss)}
-
-
-def choices(loss: Loss) -> dict[str, tuple[str, ...]]:
-  """What each hyper-parameter that is a word may be, for all but `edge`."""
-  hints = typing.get_type_hints(loss)
-  return {
-    name: typing.get_args(hints[name]) for name in keywords(loss) if typing.get_origin(hints[name]) is typing.Literal
-  }
 
 
 def needs(loss: Loss, name: str) -> bool:
