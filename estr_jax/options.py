@@ -8,13 +8,17 @@ import dataclasses
 import difflib
 import inspect
 import math
+import os
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
+
+from estr_jax.errors import UserError
 
 Value = bool | int | float | str
 
@@ -101,6 +105,8 @@ class Key:
     if isinstance(value, bool | str):
       return None
     wrong = self.range.complaint(value)
+    if wrong is None and isinstance(value, int) and self.range.below is None and abs(value) >= 2**31:
+      wrong = "must fit into 32 bits"
     if wrong is None:
       return None
     return (self._neither(name, value) if in_float32(value) else None) or f"{name}={value} {wrong}"
@@ -116,6 +122,18 @@ def _is_like(value: Any, default: Value) -> bool:
   if isinstance(default, bool | str):
     return isinstance(value, type(default))
   return isinstance(value, (int, float) if isinstance(default, float) else int) and not isinstance(value, bool)
+
+
+def as_path(said: str, value: str | os.PathLike) -> Path:
+  """The path that somebody gave, with ~ as their home. Raises UserError, with `said` for its name, where it is none."""
+  try:
+    path = Path(value).expanduser()
+    if "\0" in os.fspath(path):
+      raise ValueError("it holds a null byte")
+    os.fspath(path).encode("utf-8")
+  except (TypeError, ValueError, RuntimeError) as error:
+    raise UserError(f"{said}={value!r} is no path: {error}") from error
+  return path
 
 
 Keys = dict[str, Key]  # by dotted name

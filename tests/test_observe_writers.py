@@ -182,8 +182,8 @@ def test_a_full_disk_while_appending_is_a_user_error(tmp_path):
   assert metrics.last_step == 1
 
 
-def test_other_faults_of_the_disk_keep_their_own_error(tmp_path):
-  """Fails if every OSError is called a full disk."""
-  (tmp_path / "file").write_text("")
-  with pytest.raises(OSError):
-    writers.write_json(tmp_path / "file" / "summary.json", {})
+def test_other_faults_of_the_disk_have_their_own_words(tmp_path):
+  """Fails if every OSError is called a full disk, or ends in a traceback."""
+  (tmp_path / "summary.json").mkdir()
+  with pytest.raises(UserError, match=r"Is a directory: could not write .*summary\.json"):
+    writers.write_json(tmp_path / "summary.json", {})

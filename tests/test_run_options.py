@@ -12,7 +12,7 @@ from configs import default, quickstart
 from estr_jax.errors import UserError
 from estr_jax.objective.losses import METHODS, composition
 from estr_jax.options import POSITIVE, Key, Range, Word
-from estr_jax.run import command_line, options, pages
+from estr_jax.run import command_line, options, pages, workdir
 from estr_jax.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +54,7 @@ def test_overrides_may_be_flat_or_nested():
   [
     ({"loss.estr.taw": 2.0}, r"unknown config key loss\.estr\.taw; the nearest known one is loss\.estr\.tau"),
     ({"steps": "soon"}, "steps='soon' is of another type than its default, 100"),
+    ({"steps": 2**70}, "steps=1180591620717411303424 must fit into 32 bits"),
     ({"cache_dir": None}, "cache_dir=None is of another type"),
     ({"transport.address": None}, r"transport\.address=None is of another type"),
     ({"steps": True}, "steps=True is of another type"),
@@ -78,6 +79,13 @@ def test_a_wrong_override_is_one_line(config, words):
   with pytest.raises(UserError, match=words) as caught:
     options.make(config)
   assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", [None, 3, b"x", [], "a\0b", "\udcff", "~nosuchuser/x"])
+def test_what_is_no_path_is_one_line(path):
+  """Fails if a folder that cannot be one ends in another exception."""
+  with pytest.raises(UserError, match="^workdir=.* is no path: "):
+    workdir.make(path)
 
 
 def test_a_whole_config_is_left_as_it_was():

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from estr_jax.model.decoder import REMAT
 from estr_jax.model.sharding import BATCH_AXES
-from estr_jax.options import NOT_NEGATIVE, POSITIVE, Idle, Key, Keys, Range, under
+from estr_jax.options import NOT_NEGATIVE, POSITIVE, Idle, Key, Keys, Range, as_path, under
 
 DTYPES = ("float32", "bfloat16")
 
@@ -86,5 +85,5 @@ def rules(c: ConfigDict) -> Iterator[str]:
       f"model.experts={m.experts} with model.experts_per_token={m.experts_per_token} and model.expert_mlp_width="
       f"{m.expert_mlp_width}: set all three, with no more experts a token than there are, or leave all at 0"
     )
-  if m.folder and not Path(m.folder).expanduser().is_dir():
+  if m.folder and not as_path("model.folder", m.folder).is_dir():
     yield f"model.folder={m.folder} does not exist; name a Hugging Face style folder (`make smollm2` makes one)"

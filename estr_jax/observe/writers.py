@@ -62,7 +62,7 @@ class MetricsFile:
     if self.last_step is not None and row["step"] <= self.last_step:
       raise ValueError(f"step {row['step']} comes after step {self.last_step} in {self.path}: each step has one row")
     data = memoryview(_line(row).encode())
-    with _full_disk_is_a_user_error(self.path):
+    with _faults_of_the_disk(self.path):
       while data:
         data = data[self._file.write(data) :]
     self.last_step = row["step"]
@@ -145,7 +145,7 @@ def write_text(path: str | Path, text: str) -> None:
   """Replaces `path` by `text`, atomically. Raises UserError when the disk is full."""
   path = Path(path)
   temporary = path.with_name(path.name + ".tmp")
-  with _full_disk_is_a_user_error(path):
+  with _faults_of_the_disk(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(temporary, "w", encoding="utf-8") as file:
       file.write(text)
@@ -159,12 +159,12 @@ def _line(row: Row) -> str:
 
 
 @contextlib.contextmanager
-def _full_disk_is_a_user_error(path: Path) -> Iterator[None]:
+def _faults_of_the_disk(path: Path) -> Iterator[None]:
   try:
     yield
   except OSError as error:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-      raise
-    raise UserError(
-      f"the disk is full: could not write {path}; free some space and run the same command again to go on"
-    ) from error
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+      why, remedy = "the disk is full", "free some space"
+    else:
+      why, remedy = os.strerror(error.errno) if error.errno else str(error), "mend that"
+    raise UserError(f"{why}: could not write {path}; {remedy} and run the same command again to go on") from error

@@ -18,6 +18,7 @@ from estr_jax.model import decoder
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.objective.losses import Loss, Method
 from estr_jax.observe.writers import REPORT
+from estr_jax.options import as_path
 from estr_jax.run import options, parts, workdir
 from estr_jax.run.compare import Decisions, compare_losses
 from estr_jax.run.learner import run_learner
@@ -106,7 +107,7 @@ def evaluate(folder: str | Path, *, prompts: int | None = None, task: Task | Non
   Raises:
     UserError: there is no run, no checkpoint that can be read, or there are fewer prompts.
   """
-  path = Path(folder).expanduser()
+  path = as_path("folder", folder)
   settings = workdir.read_settings(path, task=task)
   if prompts is not None:
     settings = options.make(settings.changed({"eval.prompts": prompts}).config, task=task)

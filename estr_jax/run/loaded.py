@@ -13,6 +13,7 @@ from estr_jax.model import decoder, sharding
 from estr_jax.model.config import DecoderConfig
 from estr_jax.model.tokenizers import Tokenizer
 from estr_jax.observe.writers import METRICS, Row, read
+from estr_jax.options import as_path
 from estr_jax.run import parts, workdir
 from estr_jax.run.options import Settings
 from estr_jax.structs import Params, Trajectory
@@ -51,7 +52,7 @@ def load(folder: str | Path, *, version: int | None = None, task: Task | None = 
   Raises:
     UserError: there is no run, no checkpoint that can be read, or none of that version.
   """
-  path = Path(folder).expanduser()
+  path = as_path("folder", folder)
   settings = workdir.read_settings(path, task=task)
   tokenizer = parts.tokenizer_of(settings)
   model = parts.model_of(settings, tokenizer)

@@ -16,6 +16,7 @@ from estr_jax.model import hf, sharding
 from estr_jax.model.config import DecoderConfig
 from estr_jax.model.keys import MODEL
 from estr_jax.model.tokenizers import CharTokenizer, FolderTokenizer, Tokenizer
+from estr_jax.options import as_path
 from estr_jax.run.options import Settings
 from estr_jax.runtime.evaluation import Evaluator
 from estr_jax.runtime.learner_loop import Schedule
@@ -35,7 +36,7 @@ def key(settings: Settings, stream: int) -> jax.Array:
 
 
 def cache_dir(settings: Settings) -> Path:
-  return Path(settings.config.cache_dir).expanduser()
+  return as_path("cache_dir", settings.config.cache_dir)
 
 
 def use_compilation_cache(settings: Settings) -> None:
@@ -52,7 +53,7 @@ def mesh_of(settings: Settings) -> Mesh:
 def folder_of(settings: Settings) -> Path | None:
   """The model's folder, where it has one."""
   folder = settings.config.model.folder
-  return Path(folder).expanduser() if folder else None
+  return as_path("model.folder", folder) if folder else None
 
 
 def tokenizer_of(settings: Settings) -> Tokenizer:
@@ -190,11 +191,10 @@ def schedule_of(settings: Settings) -> Schedule:
 
 def tls_of(settings: Settings) -> Tls | None:
   t = settings.config.transport
-  return Tls(_home(t.tls_certificate), _home(t.tls_key) if t.tls_key else None) if t.tls_certificate else None
-
-
-def _home(path: str) -> str:
-  return os.fspath(Path(path).expanduser())
+  if not t.tls_certificate:
+    return None
+  key_file = os.fspath(as_path("transport.tls_key", t.tls_key)) if t.tls_key else None
+  return Tls(os.fspath(as_path("transport.tls_certificate", t.tls_certificate)), key_file)
 
 
 def token_of(settings: Settings) -> str | None:
@@ -203,7 +203,7 @@ def token_of(settings: Settings) -> str | None:
   if not path:
     return None
   try:
-    return Path(path).expanduser().read_text(encoding="utf-8").strip()
+    return as_path("transport.token_file", path).read_text(encoding="utf-8").strip()
   except (OSError, UnicodeDecodeError) as error:
     line = f"transport.token_file={path} cannot be read ({error}); name a file that holds a token"
     raise UserError(line) from error

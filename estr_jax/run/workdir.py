@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from estr_jax.errors import UserError
 from estr_jax.observe.writers import CONFIG, REPORT, SUMMARY, write_text
+from estr_jax.options import as_path
 from estr_jax.run import options
 from estr_jax.run.options import Settings
 from estr_jax.tasks import TASKS
@@ -36,7 +37,7 @@ MAY_CHANGE = (
 
 def make(path: str | Path) -> Path:
   """The folder, made and found writable. Raises UserError where it is not."""
-  workdir = Path(path).expanduser().absolute()
+  workdir = as_path("workdir", path).absolute()
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=workdir).close()  # under a name of its own: several processes may try at once
