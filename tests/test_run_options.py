@@ -84,7 +84,7 @@ def test_a_wrong_override_is_one_line(config, words):
 @pytest.mark.parametrize("path", [None, 3, b"x", [], "a\0b", "\udcff", "~nosuchuser/x"])
 def test_what_is_no_path_is_one_line(path):
   """Fails if a folder that cannot be one ends in another exception."""
-  with pytest.raises(UserError, match="^workdir=.* is no path: "):
+  with pytest.raises(UserError, match=r"^workdir=.* is no path: "):
     workdir.make(path)
 
 
